@@ -186,7 +186,7 @@ def program_of(folder: Path, **sources: str) -> tuple[Program, dict[str, FileUse
         found = read_file(path)
         assert isinstance(found, FileUses)
         files[name] = found
-    return Program(list(files.values()), [str(found.path) for found in files.values()]), files
+    return Program(list(files.values())), files
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ class _Door:
     Attributes:
         mesh: the mesh.
         keep_timeouts: whether the timeout of a request has no effect.
-        requested: the ranks of the groups of this rank that were asked for, and whether the mesh
-            has axes for them.
+        requested: the ranks of the groups of this rank that were asked for, and whether the axes of
+            the mesh have them; without groups of its views.
         other_timeout: a message about a request that differs from a group of the mesh in its timeout
             only; None without one.
     """
@@ -149,7 +149,7 @@ class _Door:
             return None
         found = self._find_axes(request.rank_sets)
         for ranks in request.rank_sets:
-            if self.mesh.global_rank in ranks:
+            if self.mesh.global_rank in ranks and (found is None or found[0] is self.mesh.layout):
                 self.requested[ranks] = found is not None
         if found is None:
             return None

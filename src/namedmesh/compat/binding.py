@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from namedmesh.compat.state import Bound, State, check_open
 from namedmesh.errors import AgreementError, LayoutError, NamedMeshError
 from namedmesh.init import init_mesh
 from namedmesh.layout import Layout
+from namedmesh.legacy import LEGACY_APIS
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.sharing import find_shared_options
@@ -50,10 +52,11 @@ class Binding:
     set for the values without a mesh.
 
     Args:
-        api: the name of the legacy API, for messages.
+        api: the name of the legacy API in ``LEGACY_APIS``.
+        title: its name for messages.
         module: the module, upstream's or our own.
         initializer: the name of its function that makes the groups.
-        destroyer: the name of its function that forgets them; empty if there is none.
+        destroyer: the name of its function that forgets them, if it has one.
         empty: the value of each variable at import, by name.
 
     Attributes:
@@ -63,18 +66,26 @@ class Binding:
     """
 
     def __init__(
-        self, api: str, module: ModuleType, initializer: str, destroyer: str, empty: Mapping[str, Any]
+        self,
+        api: str,
+        title: str,
+        module: ModuleType,
+        initializer: str,
+        destroyer: str,
+        empty: Mapping[str, Any],
     ) -> None:
+        self.api = api
         self.module = module
-        self.state = State(api, initializer, module, empty)
+        self.state = State(title, initializer, module, empty)
         self.upstream_initialize = getattr(module, initializer)
         self.signature = signature(self.upstream_initialize)
         self.upstream_destroy = getattr(module, destroyer, self.state.destroy)
         # Partial objects, because update_wrapper cannot set the attributes of a bound method.
         self.replacements = {
-            initializer: update_wrapper(partial(self.initialize), self.upstream_initialize),
-            destroyer: update_wrapper(partial(self.destroy), self.upstream_destroy),
+            initializer: update_wrapper(partial(self.initialize), self.upstream_initialize)
         }
+        if hasattr(module, destroyer):
+            self.replacements[destroyer] = update_wrapper(partial(self.destroy), self.upstream_destroy)
 
     def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
         """Let the accessors of the module return the groups of an existing mesh."""
@@ -99,6 +110,10 @@ class Binding:
 
         Collective: every rank must call it, with the same arguments.
         """
+        self.run_initializer(args, kwargs)
+
+    def run_initializer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Do the work of :meth:`initialize`. Warnings are about the caller of its caller."""
         initialize = partial(self.upstream_initialize, *args, **kwargs)
         if not dist.is_initialized() or self.state.shown in self.state.requests:
             initialize()  # raises its own error: there is no default group, or it is initialized
@@ -115,19 +130,39 @@ class Binding:
             raise  # no rank can make groups any more
         except NamedMeshError as error:
             initialize()
-            # The frame before this one is the caller's.
             text = f"{self.state.initialize}() has made its own groups, without a mesh: {error}"
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(text, stacklevel=3)
             return
         for note in request.notes:
-            warnings.warn(note, stacklevel=2)
+            warnings.warn(note, stacklevel=3)
         try:
             values = self.state.fill(mesh, initialize)
         except BaseException:
             # The mesh is known to this call alone.
             mesh.close(destroy_groups=True)
             raise
+        problem = self._find_difference(mesh, values)
+        if problem:
+            vars(self.module).update(values)
+            mesh.close()
+            warnings.warn(f"{self.state.initialize}() has no mesh: {problem}", stacklevel=3)
+            return
         self.state.bind_with_values(mesh, values, owned=True)
+
+    def _find_difference(self, mesh: NamedMesh, values: Mapping[str, Any]) -> str:
+        """Return which axis has other ranks in the legacy API; empty if there is none.
+
+        A fork may order ranks in another way than the API of which it is a copy.
+        """
+        for spec in LEGACY_APIS[self.api].groups:
+            axis = spec.axes[0]
+            group = values.get(spec.variable)
+            if spec.members != "all" or len(spec.axes) > 1 or axis not in mesh or group is None:
+                continue
+            ranks = dist.get_process_group_ranks(group)
+            if tuple(ranks) != mesh.ranks(axis):
+                return f"{spec.variable} has the ranks {ranks}, and axis {axis!r} would have {list(mesh.ranks(axis))}"
+        return ""
 
     def _read_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MeshRequest:
         """Return the mesh for a call of the initializer; LayoutError if there is none."""
@@ -259,7 +294,7 @@ class Api:
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Make a mesh and bind it, by the function of the active module."""
-        self.active.initialize(*args, **kwargs)
+        self.active.run_initializer(args, kwargs)
 
     def destroy(self) -> None:
         """End all bindings, and close the mesh that :meth:`initialize` made."""
@@ -276,7 +311,9 @@ class Api:
 
     def _activate_upstream(self, module: ModuleType) -> Mapping[str, object]:
         """Use the variables of upstream's module, and return the replacements of its functions."""
-        binding = self.find_binding(module)
+        # The module may be a package that re-exports the function.
+        home = getattr(module, self.fallback.state.initialize).__module__
+        binding = self.find_binding(sys.modules[home])
         self._activate(binding)
         return binding.replacements
 

@@ -55,7 +55,7 @@ class ModelParallel(Binding):
                 # A release of upstream may lack some of the variables.
                 if variable in vars(module):
                     empty[variable] = None
-        super().__init__(f"{name}'s model parallelism", module, initializer, destroyer, empty)
+        super().__init__(name, f"{name}'s model parallelism", module, initializer, destroyer, empty)
 
     def read_request(self, arguments: Mapping[str, Any]) -> MeshRequest:
         """Return the mesh for the arguments of the initializer."""

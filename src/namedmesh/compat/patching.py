@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -45,28 +46,32 @@ class Patch:
     installed: bool = field(default=False, init=False)
     _undo: ExitStack = field(default_factory=ExitStack, init=False)
 
-    def install(self) -> None:
+    def install(self, module: str | None = None) -> None:
         """Let upstream use the groups of our meshes. Call it first, and bind meshes afterwards.
 
-        If upstream is installed, it is imported, and the functions that create its groups are
-        replaced, also in modules that have imported them already. If it is not, our fallback can be
+        If upstream can be imported, installed or vendored, the functions that create its groups are
+        replaced, also in modules that have imported them already. If it cannot, our fallback can be
         imported under its names. A second call does nothing.
 
-        megatron-core 0.14 to 0.19, DeepSpeed 0.19 and fairscale 0.4.13 are tested. It warns once
-        about other releases.
+        Any release works. It warns once about releases that are not tested.
+
+        Args:
+            module: the name of another module with upstream's functions, such as the ``mpu`` of a
+                program; by default upstream's own.
         """
         if self.installed:
             return
-        if is_installed(self.module):
-            module = import_module(self.module)
-            warn_if_untested(self.module)
-            self._replace_everywhere(module, self.replace(module))
+        name = module or self.module
+        if is_installed(name):
+            imported = import_module(name)
+            warn_if_untested(name)
+            self._replace_everywhere(imported, self.replace(imported))
         else:
-            for name, our_name in self.fallbacks.items():
-                self.set(sys.modules, name, import_module(our_name))
+            for upstream_name, our_name in self.fallbacks.items():
+                self.set(sys.modules, upstream_name, import_module(our_name))
             # The packages around the names may import our modules, so all of these come first.
-            for name in self.fallbacks:
-                self._add_to_package(name)
+            for upstream_name in self.fallbacks:
+                self._add_to_package(upstream_name)
         self._undo.callback(self.restore)
         self.installed = True
 
@@ -111,6 +116,8 @@ class Patch:
             import_module(package)
         else:
             empty = ModuleType(package, f"Replaces {package}, which is not installed.")
+            # Code that asks whether the package is installed looks at its specification.
+            empty.__spec__ = ModuleSpec(package, None, is_package=True)
             empty.__path__ = []
             self.set(sys.modules, package, empty)
             self._add_to_package(package)

@@ -68,8 +68,7 @@ class State:
 
     def _write(self, values: Mapping[str, Any]) -> None:
         """Set the module's variables; those that ``values`` lacks get their value at import."""
-        for name, value in self.empty.items():
-            vars(self.module)[name] = values[name] if name in values else copy(value)
+        vars(self.module).update({**_copy_containers(self.empty), **values})
 
     def fill(self, mesh: NamedMesh, initialize: Callable[[], object]) -> dict[str, Any]:
         """Run a function that fills the variables with groups, and return their values.
@@ -84,7 +83,7 @@ class State:
         before = self._read()
         # Without a mesh, a variable that was assigned by hand keeps its value, as it does upstream. Lists
         # and dicts are copied, because upstream fills them in place.
-        self._write({} if self.shown else {name: copy(value) for name, value in before.items()})
+        self._write({} if self.shown else _copy_containers(before))
         try:
             with share_groups(mesh, keep_timeouts=True):
                 initialize()
@@ -166,6 +165,14 @@ class State:
                 self.owned = None
         self.shown = current.selected_mesh() or self.bound
         self._write(self.values.get(self.shown, {}))
+
+
+def _copy_containers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of variables, with lists and dicts copied."""
+    copies = {}
+    for name, value in values.items():
+        copies[name] = copy(value) if isinstance(value, (list, dict)) else value
+    return copies
 
 
 class Bound:

@@ -62,7 +62,7 @@ class ParallelStateBinding(Binding):
         if empty is None:
             empty = read_variables(module)
         names = ("initialize_model_parallel", "destroy_model_parallel")
-        super().__init__("Megatron's parallel state", module, *names, empty)
+        super().__init__("megatron", "Megatron's parallel state", module, *names, empty)
 
     def read_request(self, arguments: Mapping[str, Any]) -> MeshRequest:
         """Return the mesh for the arguments of ``initialize_model_parallel``."""
