@@ -50,12 +50,16 @@ class Row(NamedTuple):
         depends_on_virtual: whether the legacy function takes virtual pipeline stages into account
             unless ``ignore_virtual=True`` is given. It does so by default up to megatron-core 0.12
             and in many vendored copies; from 0.13 on the default is True.
+        answers_before: whether the legacy function returns a number before the groups are made.
+        doubt: why no use is replaced automatically; empty if some are.
     """
 
     new: str
     axes: dict[tuple[str, ...], tuple[str, ...]]
     parameters: tuple[str, ...] = ()
     depends_on_virtual: bool = False
+    answers_before: bool = False
+    doubt: str = ""
 
     def advise(self, arguments: Arguments = ()) -> Advice:
         """Return the replacement of a call with some arguments.

@@ -120,7 +120,7 @@ def read_file(path: Path, aliases: Mapping[str, str] = MappingProxyType({})) -> 
         if not _MARKS.search(source):
             return None
         tree = ast.parse(source)
-        imports = _find_legacy_imports(tree)
+        imports = _find_legacy_imports(tree, path, aliases)
         # A file may only mention the names, in a comment for example. LibCST is slow.
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         if not imports and attributes.isdisjoint(_TABLE_NAMES):
@@ -164,7 +164,7 @@ def read_aliases(path: Path) -> dict[str, str]:
     """
     try:
         source = path.read_bytes()
-        tree = ast.parse(source) if _MARKS.search(source) else ast.Module([], [])
+        tree = ast.parse(source) if b"import" in source else ast.Module([], [])
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
     module = name_module(path)
@@ -226,22 +226,30 @@ def _is_neutral(condition: str) -> bool:
     return "is_initialized" in condition or "__name__" in condition
 
 
-def _find_legacy_imports(tree: ast.Module) -> set[str]:
+def _find_legacy_imports(tree: ast.Module, path: Path, aliases: Mapping[str, str]) -> set[str]:
     """Return the local names of imports that may be legacy names or namedmesh.
 
     LibCST's scopes resolve such a name at each place. That is slow, so only these names are looked
     up.
     """
     names = set()
+    re_exporting = set()
+    for name in aliases:
+        module = name
+        while module:
+            re_exporting.add(module)
+            module = module.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if _LEGACY_IMPORT.search(alias.name):
+                if _LEGACY_IMPORT.search(alias.name) or alias.name in re_exporting:
                     names.add(alias.asname or alias.name.partition(".")[0])
         elif isinstance(node, ast.ImportFrom):
+            start = name_relative(path, node.level, node.module)
             for alias in node.names:
-                path = f"{node.module or ''}.{alias.name}"
-                if _LEGACY_IMPORT.search(path) or alias.name in _TABLE_NAMES:
+                legacy = f"{node.module or ''}.{alias.name}"
+                is_legacy = _LEGACY_IMPORT.search(legacy) or alias.name in _TABLE_NAMES
+                if is_legacy or f"{start}.{alias.name}" in re_exporting:
                     names.add(alias.asname or alias.name)
     return names
 
