@@ -56,6 +56,10 @@ PACKAGES = {
     "lora.py": "peft",
     "titan.py": "torchtitan",
     "fabric.py": "lightning_fabric",
+    "share_megatron.py": "megatron.core",
+    "share_deepspeed.py": "deepspeed",
+    "share_fairscale.py": "fairscale",
+    "share_accelerate.py": "accelerate",
 }
 # What other packages print about themselves.
 NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed )")

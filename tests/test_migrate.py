@@ -274,9 +274,9 @@ def test_the_whole_program_decides(more: dict[str, str], obstacle: str, tmp_path
 
 
 def write_files(folder: Path, **sources: str) -> None:
-    """Write modules by their dotted names, with the packages around them."""
+    """Write modules by their paths without the suffix."""
     for name, source in sources.items():
-        path = folder.joinpath(*name.split("__")).with_suffix(".py")
+        path = folder.joinpath(f"{name}.py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source, encoding="utf-8")
 
@@ -285,7 +285,8 @@ def test_a_vendored_copy_is_served_by_the_layer(tmp_path: Path) -> None:
     """Its own relative imports are followed, too."""
     source = f"{USE}mpu.initialize_model_parallel(2)\nmpu.get_data_parallel_rank()\n"
     inside = "from . import parallel_state\nparallel_state.get_data_parallel_rank()\n"
-    write_files(tmp_path, megatron__core__parallel_state="", megatron__core__utils=inside, train=source)
+    core = "megatron/core/"
+    write_files(tmp_path, **{f"{core}parallel_state": "", f"{core}utils": inside}, train=source)
     status, out = migrate("--write", "--force", tmp_path)
     assert (status, "3 uses in 3 files, 2 of them certain." in out) == (0, True)
     assert NEW in (tmp_path / "train.py").read_text(encoding="utf-8")
@@ -350,14 +351,12 @@ def test_an_obstacle_can_be_accepted(tmp_path: Path) -> None:
 
 
 def test_re_exports_are_followed_through_several_modules(tmp_path: Path) -> None:
-    write_files(
-        tmp_path,
-        lib____init__="from .state import parallel as mine, get_world\n",
-        lib__state="from megatron.core import parallel_state as parallel\n"
-        "from megatron.core.parallel_state import get_pipeline_model_parallel_world_size as get_world\n",
-        train=f"{USE}{INIT}import lib\nfrom lib import mine\n"
-        "mine.get_tensor_model_parallel_rank(), lib.get_world()\n",
-    )
+    state = "from megatron.core import parallel_state as parallel\n"
+    state += "from megatron.core.parallel_state import get_pipeline_model_parallel_world_size as get_world\n"
+    train = f"{USE}{INIT}import lib\nfrom lib import mine\n"
+    train += "mine.get_tensor_model_parallel_rank(), lib.get_world()\n"
+    package = {"lib/__init__": "from .state import parallel as mine, get_world\n", "lib/state": state}
+    write_files(tmp_path, train=train, **package)
     status, out = migrate("--diff", tmp_path)
     assert status == 0
     assert '+namedmesh.current_mesh().rank("tp"), namedmesh.current_mesh().size("pp")' in out
@@ -374,7 +373,9 @@ def test_names_of_ezpz_and_of_deepspeed_are_in_the_table(tmp_path: Path) -> None
     assert 'get_tensor_parallel_group() -> mesh.group("tp")' in out
     assert 'get_data_parallel_rank() -> mesh.rank("dp")' in out
     assert "init_mesh(dp=-1, pp=1, cp=1, tp=2)" in out
-    assert 'the mesh needs an axis sp, which Megatron\'s initialization does not make) -> mesh.size("sp")' in out
+    assert (
+        'the mesh needs an axis sp, which Megatron\'s initialization does not make) -> mesh.size("sp")' in out
+    )
 
 
 def test_files_that_cannot_be_read_cost_one_line_each(tmp_path: Path) -> None:

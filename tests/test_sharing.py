@@ -248,7 +248,10 @@ def _enter_differently() -> list[str]:
 def test_a_block_needs_one_mesh_over_all_ranks() -> None:
     for wrong, part, other in run_ranks(4, _enter_differently):
         assert wrong.startswith("MeshError: share_groups got a DeviceMesh; give it a NamedMesh")
-        assert part.startswith("MeshError: y=2 (2 ranks) is a part of the world of 4 ranks") or "ranks 2 to 3" in part
+        assert (
+            part.startswith("MeshError: y=2 (2 ranks) is a part of the world of 4 ranks")
+            or "ranks 2 to 3" in part
+        )
         assert other.startswith("AgreementError: ")
         assert "layout differs between ranks" in other
         assert "on rank 3" in other

@@ -138,7 +138,11 @@ def _wrap_split_group(make_groups: Any, find_group: FindGroup) -> Any:
 
     @wraps(make_groups)
     def split_group(
-        parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None, **more: Any
+        parent_pg: Any = None,
+        split_ranks: Any = None,
+        timeout: Any = None,
+        pg_options: Any = None,
+        **more: Any,
     ) -> Any:
         is_world = dist.is_initialized() and parent_pg in {None, dist.group.WORLD}
         # The ranks of another parent than the world are not global ones, and the others do not call.

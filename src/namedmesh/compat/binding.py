@@ -81,9 +81,7 @@ class Binding:
         self.signature = signature(self.upstream_initialize)
         self.upstream_destroy = getattr(module, destroyer, self.state.destroy)
         # Partial objects, because update_wrapper cannot set the attributes of a bound method.
-        self.replacements = {
-            initializer: update_wrapper(partial(self.initialize), self.upstream_initialize)
-        }
+        self.replacements = {initializer: update_wrapper(partial(self.initialize), self.upstream_initialize)}
         if hasattr(module, destroyer):
             self.replacements[destroyer] = update_wrapper(partial(self.destroy), self.upstream_destroy)
 

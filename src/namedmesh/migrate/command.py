@@ -96,7 +96,9 @@ def _list_files(given: Sequence[Path], suffix: str = ".py") -> tuple[list[Path],
             found = [path] if path.suffix == suffix or suffix == ".py" else []
         else:
             found = []
-            for folder, _, names in os.walk(path, onerror=lambda error: problems.append(f"{error}: not read")):
+            for folder, _, names in os.walk(
+                path, onerror=lambda error: problems.append(f"{error}: not read")
+            ):
                 found += [Path(folder, name) for name in names if name.endswith(suffix)]
         for file in sorted(found):
             problem = _find_file_problem(file, roots)

@@ -36,7 +36,9 @@ def _list_replacements(module: ModuleType) -> dict[str, object]:
                 raise  # no rank can make groups any more
             except NamedMeshError as error:
                 upstream.__init__(self, topology, process_group)
-                warnings.warn(f"DeepSpeed's grid has made its own groups, without a mesh: {error}", stacklevel=2)
+                warnings.warn(
+                    f"DeepSpeed's grid has made its own groups, without a mesh: {error}", stacklevel=2
+                )
                 return
             with share_groups(self.mesh):
                 upstream.__init__(self, topology, process_group)
@@ -108,7 +110,9 @@ def _assign_groups(mesh: NamedMesh, unit: Any) -> None:
     if "ep" in mesh:
         expert_groups = {
             "_EXPERT_PARALLEL_GROUP": mesh.group("ep"),
-            "_EXPERT_DATA_PARALLEL_GROUP": mesh.group("edp") if "edp" in mesh else make_groups(mesh.layout, ()),
+            "_EXPERT_DATA_PARALLEL_GROUP": mesh.group("edp")
+            if "edp" in mesh
+            else make_groups(mesh.layout, ()),
         }
         # DeepSpeed has a dict of groups for the expert-parallel sizes of its MoE layers, under this
         # name.

@@ -400,7 +400,9 @@ class ParallelStateFallback:
                 self.module["_HYBRID_DP_CP_GROUPS"].update(hybrid_groups)
 
 
-def _list_rank_sets(row: GroupSpec, dense: RankGenerator, expert: RankGenerator, instances: int) -> list[list[int]]:
+def _list_rank_sets(
+    row: GroupSpec, dense: RankGenerator, expert: RankGenerator, instances: int
+) -> list[list[int]]:
     """Return the ranks of every group of a row; for embeddings, of every pipeline."""
     # The experts' axes share their names with the dense axes in Megatron.
     token = "-".join([DENSE_COUNTERPARTS.get(axis, axis) for axis in row.axes])

@@ -214,7 +214,9 @@ def get_data_parallel_group(
         return _read("_DATA_PARALLEL_GROUP")
     if partial_data_parallel:
         # Initialization makes both groups, so the error names the one that legacy code knows.
-        return _module._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP or raise_uninitialized("_DATA_PARALLEL_GROUP_WITH_CP")
+        return _module._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP or raise_uninitialized(
+            "_DATA_PARALLEL_GROUP_WITH_CP"
+        )
     return _read(
         "_DATA_PARALLEL_GROUP_WITH_CP_AG" if independent_all_gather else "_DATA_PARALLEL_GROUP_WITH_CP"
     )
@@ -298,7 +300,9 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
     """
     if not tp_only_amax_red:
         return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
-    return _read("_TENSOR_AND_CONTEXT_PARALLEL_GROUP" if with_context_parallel else "_TENSOR_MODEL_PARALLEL_GROUP")
+    return _read(
+        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP" if with_context_parallel else "_TENSOR_MODEL_PARALLEL_GROUP"
+    )
 
 
 def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: Any = None) -> Any:

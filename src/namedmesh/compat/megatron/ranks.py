@@ -54,9 +54,7 @@ class RankGenerator:
         self.rank_offset = rank_offset
         self.ordered_size = [self.name_to_size[name] for name in parsed.tokens]
         # An order string starts with the fastest axis, a layout with the slowest.
-        self.layout = Layout.from_shape(
-            parsed.tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset
-        )
+        self.layout = Layout.from_shape(parsed.tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset)
         self.world_size = self.layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
