@@ -131,7 +131,8 @@ def test_a_vendored_fork_of_any_age_fills_its_own_variables_from_a_mesh(tmp_path
         (path / "__init__.py").touch()
     (package / "parallel_state.py").write_text(OLD_FORK, encoding="utf-8")
     # The groups of tp, dp and the axes of size 1.
-    assert run_ranks(4, _use_an_old_fork, str(tmp_path)) == [[True, True, 3, 2.0, True, None]] * 4
+    expected: list[object] = [True, True, 3, 2.0, True, None]
+    assert run_ranks(4, _use_an_old_fork, str(tmp_path)) == [expected] * 4
 
 
 def _destroy_model_parallel() -> list[object]:

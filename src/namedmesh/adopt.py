@@ -129,7 +129,7 @@ def infer_layout_from_groups(groups: Mapping[str, dist.ProcessGroup], rank: int)
 
 
 def split_groups(
-    groups: Mapping[str | tuple[str, ...], dist.ProcessGroup],
+    groups: Mapping[str, dist.ProcessGroup] | Mapping[str | tuple[str, ...], dist.ProcessGroup],
 ) -> tuple[dict[str, dist.ProcessGroup], dict[tuple[str, ...], dist.ProcessGroup]]:
     """Return the groups of single axes, and the groups of several axes, in their order.
 

@@ -78,7 +78,6 @@ class NamedMesh(MeshAccessors):
         groups: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
         super().__init__(layout, device, Groups(defaults, options))
-        self._close_hooks: list[Callable[[], None]] = []
         if groups is None:
             root = self._views.create_mesh(layout)
         else:
@@ -118,7 +117,7 @@ class NamedMesh(MeshAccessors):
     @classmethod
     def from_groups(
         cls,
-        groups: Mapping[str | tuple[str, ...], dist.ProcessGroup],
+        groups: Mapping[str, dist.ProcessGroup] | Mapping[str | tuple[str, ...], dist.ProcessGroup],
         *,
         device: str | torch.device | None = None,
     ) -> NamedMesh:
@@ -247,7 +246,11 @@ class NamedMesh(MeshAccessors):
             new_axes = [axis for axis in layout if axis not in self]
             by_axes = find_options_by_axes(options or {}, new_axes)
             compare({"layout": repr(layout), "options": options or {}})
-            return self._add_agreed_view(name, layout, by_axes)
+            self._views.check_view(name, layout, self.global_rank)
+            self._groups.options_by_axes |= by_axes
+            root = self._views.create_mesh(layout)
+            self._add_view(name, layout, root)
+            return root
 
     def close(self, *, destroy_groups: bool = False) -> None:
         """Close this mesh. A second call does nothing.
@@ -264,19 +267,13 @@ class NamedMesh(MeshAccessors):
         """
         if self.closed:
             return
-        try:
-            for hook in self._close_hooks:
-                hook()
-        finally:
-            # A hook may fail. The mesh is closed all the same.
-            self.closed = True
-            self._finalizer.detach()
-            self._close_hooks.clear()
-            self._clear_cache()
-            self._groups.release()
-            current.unregister(self)
-            if destroy_groups:
-                destroy_unused_groups()
+        self.closed = True
+        self._finalizer.detach()
+        self._clear_cache()
+        self._groups.release()
+        current.unregister(self)
+        if destroy_groups:
+            destroy_unused_groups()
 
     # Other methods.
 
@@ -362,16 +359,6 @@ class NamedMesh(MeshAccessors):
             )
         with agree_on(call, groups.defaults.timeout) as compare:
             yield compare
-
-    def _add_agreed_view(
-        self, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
-    ) -> DeviceMesh:
-        """Create the groups of a view on which the ranks agree, and add the view. Collective."""
-        self._views.check_view(name, layout, self.global_rank)
-        self._groups.options_by_axes |= options
-        root = self._views.create_mesh(layout)
-        self._add_view(name, layout, root)
-        return root
 
     def _add_view(self, name: str, layout: Layout, root: DeviceMesh, *, external: bool = False) -> None:
         """Add a view whose groups exist. Does not communicate.

@@ -65,7 +65,7 @@ class Binding:
         replacements: the functions that the module gets in place of its own, by name.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  the names of one module
         self,
         api: str,
         title: str,
@@ -172,8 +172,7 @@ class Binding:
         return self.read_request(bound.arguments)
 
     def destroy(self) -> None:
-        """End all bindings, and destroy the groups that :meth:`initialize` made."""
-        extra_groups = self._list_extra_groups()
+        """End all bindings, and destroy the groups of the mesh that :meth:`initialize` made."""
         if self.state.shown is not None:
             # Megatron destroys the gloo groups in its variables, but meshes may use them.
             for name in self.state.empty:
@@ -181,27 +180,6 @@ class Binding:
                     vars(self.module)[name] = None
         self.upstream_destroy()
         self.state.destroy()
-        for group in extra_groups:
-            dist.destroy_process_group(group)
-
-    def _list_extra_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups in the variables that torch made in addition to those of the own mesh."""
-        mesh = self.state.owned
-        if mesh is None or mesh is not self.state.shown or not dist.is_initialized():
-            return []
-        groups: list[Any] = []
-        for name in self.state.empty:
-            value = vars(self.module)[name]
-            if isinstance(value, dict):
-                groups += value.values()
-            else:
-                groups += value if isinstance(value, list) else [value]
-        known = [dist.group.WORLD, *(communicator.group for communicator in mesh.communicators)]
-        extra: dict[dist.ProcessGroup, None] = {}
-        for group in groups:
-            if isinstance(group, dist.ProcessGroup) and group not in known:
-                extra[group] = None
-        return list(extra)
 
 
 def _make_mesh(request: MeshRequest) -> NamedMesh:

@@ -94,8 +94,9 @@ _layer = ModelParallelLayer(
 globals().update(_layer.names)
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-__all__ += ["tensor_parallel_is_initialized", "tp"]
-__all__ += [*_layers.__all__, *_layer.names]
+__all__ += ["tensor_parallel_is_initialized"]
+__all__ += _layers.__all__
+__all__ += list(_layer.names)
 
 
 def tensor_parallel_is_initialized() -> bool:

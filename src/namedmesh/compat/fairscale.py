@@ -95,7 +95,8 @@ globals().update(_layer.names)
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 __all__ += ["model_parallel_is_initialized", "vocab_parallel_cross_entropy"]
-__all__ += [*_layers.__all__, *_layer.names]
+__all__ += _layers.__all__
+__all__ += list(_layer.names)
 
 
 def model_parallel_is_initialized() -> bool:

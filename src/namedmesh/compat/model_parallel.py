@@ -49,7 +49,7 @@ class ModelParallel(Binding):
         self.name = name
         self.group_specs = LEGACY_APIS[name].groups
         self.parameters = parameters
-        empty = {}
+        empty: dict[str, Any] = {}
         for spec in self.group_specs:
             for variable in (spec.variable, spec.ranks):
                 # A release of upstream may lack some of the variables.

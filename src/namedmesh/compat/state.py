@@ -248,7 +248,7 @@ def find_mesh_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
     return tuple(axis for axis in layout.axes if axis in axes or LEGACY_AXES.get(axis) in axes)
 
 
-def make_groups(layout: Layout, axes: Collection[str], **arguments: Any) -> dist.ProcessGroup:
+def make_groups(layout: Layout, axes: Collection[str], **arguments: Any) -> Any:
     """Make all groups over axes of a legacy API with ``new_group``, and return this rank's.
 
     Inside of :func:`namedmesh.share_groups` they are the groups of the mesh.

@@ -93,7 +93,7 @@ def _list_files(given: Sequence[Path], suffix: str = ".py") -> tuple[list[Path],
     roots = [path.resolve() for path in given]
     for path in given:
         if not path.is_dir():
-            found = [path] if path.suffix == suffix or suffix == ".py" else []
+            found = [path] if suffix in {path.suffix, ".py"} else []
         else:
             found = []
             for folder, _, names in os.walk(
@@ -204,22 +204,11 @@ def _read_files(paths: Sequence[Path], aliases: Mapping[str, str]) -> Iterator[F
     read = partial(read_file, aliases=aliases)
     workers = os.cpu_count() or 1
     if len(paths) < _FEW_FILES or workers == 1:
-        yield from _show_progress(map(read, paths), len(paths))
+        yield from map(read, paths)
         return
     # New interpreters: a fork of a process with threads may hang.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from _show_progress(pool.map(read, paths, chunksize=8), len(paths))
-
-
-def _show_progress(results: Iterator[FileUses | str | None], total: int) -> Iterator[FileUses | str | None]:
-    """Yield the results, and show on a terminal how many there are already."""
-    is_terminal = sys.stderr.isatty()
-    for number, result in enumerate(results, 1):
-        if is_terminal:
-            sys.stderr.write(f"\r{number} of {total} files")
-        yield result
-    if is_terminal and total:
-        sys.stderr.write("\n")
+        yield from pool.map(read, paths, chunksize=8)
 
 
 def format_report(program: Program, file_count: int, *, shows_certain: bool) -> str:

@@ -162,7 +162,12 @@ EZPZ = _make_rows(LEGACY_APIS["ezpz"].groups, "_parallel")
 """The names of ``ezpz.tp``."""
 
 # Without torch's default group Megatron returns 0 for these kinds, so that tools run in one process.
-_ZERO_BEFORE = ("data_parallel", "context_parallel", "expert_model_parallel", "expert_data_parallel")
+_ZERO_BEFORE: tuple[str, ...] = (
+    "data_parallel",
+    "context_parallel",
+    "expert_model_parallel",
+    "expert_data_parallel",
+)
 _ZERO_BEFORE += ("tensor_and_context_parallel", "expert_tensor_and_model_parallel")
 for _kind in _ZERO_BEFORE:
     for _use in ("rank", "world_size"):
@@ -268,7 +273,7 @@ def initialize(module: str, arguments: Arguments) -> Advice:
     return Advice(new, tuple(once), "; ".join(doubts))
 
 
-def advise(module: str, name: str, arguments: Arguments) -> Advice | None:
+def advise(module: str, name: str, arguments: Arguments) -> Advice | None:  # noqa: PLR0911  one for each kind
     """Return the replacement of a use of a name; None if it belongs to no legacy API.
 
     Args:

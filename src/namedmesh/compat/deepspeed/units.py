@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -53,6 +53,10 @@ class GroupAccessors:
                 ranks = dist.get_process_group_ranks(group)
                 group_rank = ranks.index(mesh.global_rank)
                 self._group_infos[kind] = GroupInfo(group, ranks, len(ranks), group_rank, ranks[0])
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def get_global_rank(self) -> int:
         """Return the global rank of this rank."""

@@ -162,7 +162,7 @@ def _merge_axes(layout: Layout, names: Mapping[str, str]) -> dict[str, int]:
     return sizes
 
 
-def _find_order(dense: Mapping[str, int], expert: Mapping[str, int]) -> str:
+def _find_order(dense: dict[str, int], expert: dict[str, int]) -> str:
     """Return Megatron's order string for the axes of the dense layers and of the experts."""
     # Megatron adds gtp_remat itself.
     tokens = [name for name in reversed(dense) if name != "gtp_remat"]

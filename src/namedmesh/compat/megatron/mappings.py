@@ -9,7 +9,7 @@ views of an input or of a shared buffer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -37,28 +37,6 @@ from namedmesh.tensor_parallel.collectives import (
     all_to_all_single,
     gather,
 )
-
-__all__ = [
-    "VocabUtility",
-    "all_gather_last_dim_from_tensor_parallel_region",
-    "all_to_all",
-    "all_to_all_hp2sp",
-    "all_to_all_sp2hp",
-    "copy_to_tensor_model_parallel_region",
-    "divide",
-    "ensure_divisibility",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "param_is_not_tensor_parallel_duplicate",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_last_dim_to_tensor_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-    "set_tensor_model_parallel_attributes",
-    "split_tensor_along_last_dim",
-    "vocab_parallel_cross_entropy",
-]
 
 OptionalGroup: TypeAlias = "ProcessGroup | None"
 
@@ -117,7 +95,18 @@ def _make_mapping(name: str) -> Callable[..., Tensor]:
     return mapping
 
 
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
 globals().update({name: _make_mapping(name) for name in _MAPPINGS})
+
+__all__ = ["VocabUtility", "divide", "ensure_divisibility", "split_tensor_along_last_dim"]
+__all__ += ["all_to_all", "all_to_all_hp2sp", "all_to_all_sp2hp", "gather_from_sequence_parallel_region"]
+__all__ += ["param_is_not_tensor_parallel_duplicate", "reduce_scatter_to_sequence_parallel_region"]
+__all__ += ["set_tensor_model_parallel_attributes", "vocab_parallel_cross_entropy"]
+__all__ += list(_MAPPINGS)
 
 
 def gather_from_sequence_parallel_region(

@@ -9,7 +9,7 @@ Most accessors are rows of :mod:`namedmesh.compat.megatron.tables`. The others, 
 results of their own. Flags whose position differs between releases are keyword-only. ``with_gtp_remat`` has no effect, as
 weights that are gathered for each use need megatron-core.
 """
-# ruff: noqa: ARG001  upstream's arguments
+# ruff: noqa: ARG001, SLF001  upstream's arguments, and its private variables
 
 from __future__ import annotations
 
