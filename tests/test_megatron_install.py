@@ -118,7 +118,7 @@ def _use_an_old_fork(folder: str) -> list[object]:
     parallel_state.initialize_model_parallel(2)
     mesh = megatron.current_mesh()
     group = parallel_state.get_tensor_model_parallel_group()
-    facts = [group is mesh.group("tp"), parallel_state._DATA_PARALLEL_GROUP is mesh.group("dp")]
+    facts: list[object] = [group is mesh.group("tp"), parallel_state._DATA_PARALLEL_GROUP is mesh.group("dp")]
     facts += [live_groups() - before, summed(group)]
     megatron.uninstall()
     return [*facts, mesh.closed, parallel_state._DATA_PARALLEL_GROUP]

@@ -165,7 +165,7 @@ def _run_case_on_gloo(arguments: dict[str, Any]) -> Any:
                 total = sum(dist.get_process_group_ranks(group))
                 right.append(summed(group, dist.get_rank()) == total and dist.get_backend(group) == "gloo")
     parallel_state.destroy_model_parallel()
-    return answers, right, shared, mesh.closed and live_groups() == after
+    return answers, right, shared, mesh.closed
 
 
 @pytest.mark.oracle("megatron.core")

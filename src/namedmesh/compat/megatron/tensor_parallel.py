@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,11 @@ from namedmesh.launch import default_group_device
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 __all__ += _mappings.__all__
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
 
 Result: TypeAlias = "tuple[Tensor, nn.Parameter | None]"
 
