@@ -250,9 +250,11 @@ class ParallelStateFallback:
                 a pipeline.
         """
         arguments = locals()
-        unsupported = [
-            name for name in _NEED_MEGATRON_CORE if arguments[name] not in {None, False, 1, "nccl"}
-        ]
+        parameters = signature(self.initialize_model_parallel).parameters
+        unsupported = []
+        for name in _NEED_MEGATRON_CORE:
+            if arguments[name] not in {parameters[name].default, "nccl"}:
+                unsupported.append(name)
         if unsupported:
             raise ContractError(
                 f"{', '.join(unsupported)} cannot be used without megatron-core; install it and "
