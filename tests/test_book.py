@@ -62,7 +62,7 @@ PACKAGES = {
     "share_accelerate.py": "accelerate",
 }
 # What other packages print about themselves.
-NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed )")
+NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed |> initializing )")
 
 # The pages that follow the template: all except the index.
 GUIDE = [page for page in PAGES if page.name != "README"]

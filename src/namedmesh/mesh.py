@@ -329,7 +329,7 @@ class NamedMesh(MeshAccessors):
             self._groups.register_external(key, axis, group)
 
     def _forget_groups(self) -> None:
-        """Drop what refers to the groups, after the default group was destroyed."""
+        """Drop all references to the groups, after the default group was destroyed."""
         # The cached answers would hide that the groups do not exist any more.
         self._clear_cache()
         current.notify(self)

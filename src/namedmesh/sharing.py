@@ -1,4 +1,4 @@
-"""``share_groups``: let other code make its own process groups, and give it the groups of a mesh.
+"""``share_groups``: give code that makes its own groups the groups of a mesh.
 
 Megatron, DeepSpeed, fairscale, ezpz, trainers, and copies of them, make every group with one
 function, ``torch.distributed.new_group``, on every rank and in the same order. While

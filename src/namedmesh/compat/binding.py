@@ -1,4 +1,4 @@
-"""Run the initializer of a legacy API on the groups of a mesh, upstream's own or our fallback's."""
+"""Run the initializer of a legacy API, upstream's or our fallback's, on a mesh."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def _find_open_options(sizes: Mapping[str, int]) -> dict[str, GroupOptions]:
 
 
 class Api:
-    """A legacy API: our fallback, and upstream's module, installed or vendored, if it is imported.
+    """A legacy API: our fallback, and upstream's module if it can be imported.
 
     Args:
         name: its name, which is also that of its layer in this package.
@@ -251,7 +251,7 @@ class Api:
         return self.bindings[module]
 
     def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
-        """Bind a mesh to our module, or after ``install()`` to upstream's; see the layer's ``bind``.
+        """Bind a mesh to our module, or after ``install()`` to upstream's.
 
         Without ``install()``, an upstream that can be imported is bound in addition.
         """
@@ -300,7 +300,7 @@ class Api:
             self._activate(self.fallback)
 
     def _activate(self, binding: Binding) -> None:
-        """Use the variables of a module from now on. Groups that upstream made itself stay in them."""
+        """Use the variables of a module from now on, with the groups that they hold."""
         self.unbind()
         self.active = binding
         self.activate(binding.module)

@@ -112,7 +112,7 @@ REGIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "scatter_to": (scatter, (-1,)),
     "gather_from": (gather, (-1,)),
 }
-"""The mappings into and out of a tensor-parallel region, by the start of their legacy names.
+"""The mappings of a tensor-parallel region, by the start of their legacy names.
 
 Each is a function of a tensor and a group, and has the dim that it shards as a further argument.
 Results are new tensors: selective activation checkpointing may have kept the inputs.

@@ -78,7 +78,7 @@ class ModelParallel(Binding):
         return MeshRequest(ordered, timeout=arguments.get("timeout"), options=options, notes=notes)
 
     def make_all_groups(self, arguments: Mapping[str, Any]) -> None:
-        """Make the groups with ``new_group``, and assign the variables: the fallback's initializer.
+        """Make the groups and assign the variables: the initializer of our fallback.
 
         Collective: every rank must call it with the same arguments.
 
@@ -205,12 +205,16 @@ class ModelParallelLayer:
         self.names |= {
             initialize.__name__: update_wrapper(partial(api.initialize), initialize),
             destroyer: api.destroy,
-            "bind": api.bind,
+            "bind": self.bind,
             "unbind": api.unbind,
             "current_mesh": api.current_mesh,
             "install": api.patch.install,
             "uninstall": api.patch.uninstall,
         }
+
+    def bind(self, mesh: NamedMesh) -> Bound:
+        """Let accessors and layers use a mesh; see :meth:`ModelParallel.bind`."""
+        return self.api.bind(mesh)
 
     def make_all_groups(self, arguments: Mapping[str, Any]) -> None:
         """Make the groups of our module; see :meth:`ModelParallel.make_all_groups`."""

@@ -263,14 +263,6 @@ def make_groups(layout: Layout, axes: Collection[str], **arguments: Any) -> Any:
     rank_sets: Iterable[Collection[int]] = [(rank,) for rank in layout.ranks]
     if own:
         rank_sets = layout.groups(*own)
-    return make_rank_groups(rank_sets, **arguments)
-
-
-def make_rank_groups(rank_sets: Iterable[Collection[int]], **arguments: Any) -> Any:
-    """Make a group over each set of ranks with ``new_group``; return this rank's last one, or None.
-
-    Collective: every rank must call it.
-    """
     local_group = None
     # torch requires every rank to make every group, also those that it is not in.
     for ranks in rank_sets:

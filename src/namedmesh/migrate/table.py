@@ -1,4 +1,4 @@
-"""Calls of Megatron's, fairscale's and ezpz's parallel state, and equivalent calls of a mesh.
+"""Calls of Megatron's, fairscale's and ezpz's groups, and equivalent calls of a mesh.
 
 The rows are data; a test compares each of them with upstream. In a replacement, ``mesh`` is the
 mesh, and ``{axes}`` are the axes that the flags of a call choose.

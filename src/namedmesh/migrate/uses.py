@@ -222,7 +222,7 @@ def _find_conditional_calls(tree: ast.Module) -> set[str]:
 
 
 def _is_neutral(condition: str) -> bool:
-    """Return whether the groups exist after a condition in any case, or it is that of a script."""
+    """Return whether groups exist after a condition in any case, or a script has it."""
     return "is_initialized" in condition or "__name__" in condition
 
 

@@ -375,7 +375,7 @@ def make_default_topology() -> ProcessTopology:
 
 
 def read_sizes(topology: Any) -> dict[str, int]:
-    """Return the sizes of the axes of a topology, ours or upstream's, by their names in a mesh."""
+    """Return the sizes of a topology, ours or upstream's, by the axes of a mesh."""
     axes = topology.get_axis_names()
     layout = ProcessTopology(axes, [topology.get_dim(axis) for axis in axes]).layout
     return dict(layout.items())

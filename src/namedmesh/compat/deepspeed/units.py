@@ -1,4 +1,4 @@
-"""DeepSpeed's names for the groups of a mesh: the accessors of units and grids, and the ``mpu``."""
+"""DeepSpeed's names for the groups of a mesh: accessors, and the ``mpu``."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _EXPERT_SIZES = {
 """The size arguments of ``initialize_model_parallel``, with Megatron's names of the axes."""
 
 _EXPERT_AXES = {name: axis for axis, name in DENSE_COUNTERPARTS.items()} | {"gtp_remat": "egtp_remat"}
-"""The experts' axes in a mesh, by the names that they share with the dense axes in Megatron."""
+"""The experts' axes in a mesh, by Megatron's names, which dense axes have too."""
 
 _SET_BY_MESH = (*_DENSE_SIZES, *_EXPERT_SIZES, "order", "rank_offset", "local_world_size")
 _SET_BY_MESH += ("distributed_timeout_minutes",)
@@ -51,7 +51,7 @@ _DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 class ParallelStateBinding(Binding):
-    """Binds meshes to one ``parallel_state`` module: upstream's, of any release, or our fallback.
+    """Binds meshes to one ``parallel_state``: upstream's, of any release, or ours.
 
     Args:
         module: the module.

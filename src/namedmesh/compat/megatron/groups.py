@@ -1,4 +1,4 @@
-"""Make the groups of our fallback for ``megatron.core.parallel_state``, with ``new_group``.
+"""Make the groups of our fallback for ``megatron.core.parallel_state``.
 
 The accessors, and the variables that they read, are in
 :mod:`namedmesh.compat.megatron.parallel_state`.
@@ -254,7 +254,7 @@ class ParallelStateFallback:
         unsupported = []
         for name in _NEED_MEGATRON_CORE:
             if arguments[name] not in {parameters[name].default, "nccl"}:
-                unsupported.append(name)
+                unsupported.append(name)  # noqa: PERF401  readable in three lines
         if unsupported:
             raise ContractError(
                 f"{', '.join(unsupported)} cannot be used without megatron-core; install it and "

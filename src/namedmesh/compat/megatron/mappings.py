@@ -77,7 +77,7 @@ _MAPPINGS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "all_gather_last_dim_from_tensor_parallel_region": (all_gather_to_tp_region, (-1,)),
     "reduce_scatter_last_dim_to_tensor_parallel_region": (sum_partial, (-1,)),
 }
-"""Each is a function of a tensor and a group, and has the dim that it shards as a further argument."""
+"""Functions of a tensor, a group, and the dim that they shard, by Megatron's names."""
 
 for _kind, _region in REGIONS.items():
     _MAPPINGS[f"{_kind}_tensor_model_parallel_region"] = _region

@@ -248,31 +248,27 @@ def _check_not_partial(partial_data_parallel: bool) -> None:
 
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, *, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-) -> int:
+) -> Any:
     """Return the number of data parallel ranks; 0 without torch's default group.
 
     The arguments are those for :func:`get_data_parallel_group`.
     """
-    assigned: int | None = _module._MPU_DATA_PARALLEL_WORLD_SIZE
-    if assigned is not None:
-        return assigned
-    if not dist.is_initialized():
-        return 0
+    assigned = _module._MPU_DATA_PARALLEL_WORLD_SIZE
+    if assigned is not None or not dist.is_initialized():
+        return assigned or 0
     return get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel).size()
 
 
 def get_data_parallel_rank(
     with_context_parallel: bool = False, *, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-) -> int:
+) -> Any:
     """Return this rank's data parallel index; 0 without torch's default group.
 
     The arguments are those for :func:`get_data_parallel_group`.
     """
-    assigned: int | None = _module._MPU_DATA_PARALLEL_RANK
-    if assigned is not None:
-        return assigned
-    if not dist.is_initialized():
-        return 0
+    assigned = _module._MPU_DATA_PARALLEL_RANK
+    if assigned is not None or not dist.is_initialized():
+        return assigned or 0
     return get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel).rank()
 
 

@@ -1,4 +1,4 @@
-"""The ranks of Megatron's groups, from sizes and an order string, with upstream's interface."""
+"""The ranks of Megatron's groups, from sizes and an order string."""
 
 from __future__ import annotations
 
