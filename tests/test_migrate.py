@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
 import runpy
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from ranks import fake_world, run_ranks
 import namedmesh
 from namedmesh import Layout, NamedMesh
 from namedmesh.__main__ import main
+from namedmesh.compat import fairscale
 from namedmesh.migrate import FAIRSCALE, MEGATRON, Row, initialize
 
 pytest.importorskip("libcst")
@@ -522,6 +525,70 @@ def test_a_program_of_several_files_answers_the_same(tmp_path: Path) -> None:
     assert f"{LAYER}.install()" in after["groups"]
     assert "current_mesh()" in after["program"]  # through its own module
     assert run_ranks(4, answers, path) == before
+
+
+# The own module of a program, in the style of gpt-neox; the second one has another order of ranks.
+OWN_MPU = """
+import torch.distributed as dist
+_MODEL_PARALLEL_GROUP = None
+_DATA_PARALLEL_GROUP = None
+def initialize_model_parallel(model_parallel_size, topology=None):
+    global _MODEL_PARALLEL_GROUP, _DATA_PARALLEL_GROUP
+    world, size = dist.get_world_size(), model_parallel_size
+    for first in range(0, world, size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            _MODEL_PARALLEL_GROUP = group
+    for first in range(size):
+        ranks = list(range(first, world, size))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            _DATA_PARALLEL_GROUP = group
+def get_model_parallel_group():
+    return _MODEL_PARALLEL_GROUP
+def get_model_parallel_rank():
+    return dist.get_rank(_MODEL_PARALLEL_GROUP)
+"""
+OWN_PROGRAM = """
+import torch.distributed as dist
+from own import mpu
+def answers():
+    mpu.initialize_model_parallel(2)
+    return mpu.get_model_parallel_rank(), dist.get_process_group_ranks(mpu.get_model_parallel_group())
+"""
+
+
+def test_a_program_with_a_module_of_its_own_answers_the_same(tmp_path: Path) -> None:
+    write_files(tmp_path, **{"own/__init__": "", "own/mpu": OWN_MPU}, program=OWN_PROGRAM)
+    path = str(tmp_path / "program.py")
+    before = run_ranks(4, answers, path)
+    assert migrate("--write", "--force", "--module", "own.mpu=fairscale", path)[0] == 0
+    source = Path(path).read_text(encoding="utf-8")
+    assert source.count("current_mesh()") == 2
+    assert 'install("own.mpu")' in source
+    assert run_ranks(4, answers, path) == before
+
+
+def make_groups_in_another_order(folder: str) -> list[object]:
+    sys.path.insert(0, folder)
+    fairscale.install("own.mpu")
+    module: Any = importlib.import_module("own.mpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.initialize_model_parallel(2)
+    text = str(caught[0].message)
+    ranks = dist.get_process_group_ranks(module.get_model_parallel_group())
+    fairscale.uninstall()
+    return [ranks, text.partition(": ")[0], text.count("_MODEL_PARALLEL_GROUP has the ranks")]
+
+
+def test_a_fork_with_another_order_of_ranks_gets_no_mesh(tmp_path: Path) -> None:
+    other = OWN_MPU.replace("range(0, world, size)", "range(world // size)")
+    other = other.replace("list(range(first, first + size))", "list(range(first, world, world // size))")
+    write_files(tmp_path, **{"own/__init__": "", "own/mpu": other})
+    for rank, found in enumerate(run_ranks(4, make_groups_in_another_order, str(tmp_path))):
+        assert found == [[rank % 2, rank % 2 + 2], "initialize_model_parallel() has no mesh", 1]
 
 
 OTHERS = "from torch.distributed import get_rank  # mpu\nfrom mine import data_parallel\nget_rank(), data_parallel.rank()\n"

@@ -166,10 +166,11 @@ class Binding:
         """Return the mesh for a call of the initializer; LayoutError if there is none."""
         try:
             bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
+            bound.apply_defaults()
+            return self.read_request(bound.arguments)
+        except (TypeError, ValueError) as error:
+            # A fork may take other arguments. NamedMeshErrors of sizes are ValueErrors, too.
             raise LayoutError(str(error)) from None
-        bound.apply_defaults()
-        return self.read_request(bound.arguments)
 
     def destroy(self) -> None:
         """End all bindings, and destroy the groups of the mesh that :meth:`initialize` made."""

@@ -61,15 +61,17 @@ class ModelParallel(Binding):
         """Return the mesh for the arguments of the initializer."""
         sizes = {"dp": -1}
         options = {}
+        # Copies of fairscale have names without the underscore at the end.
+        given = {name.rstrip("_"): value for name, value in arguments.items()}
         for axis, (size_name, backend_name) in self.parameters.items():
-            if size_name in arguments:
-                sizes[axis] = int(arguments[size_name])
+            if size_name.rstrip("_") in given:
+                sizes[axis] = int(given[size_name.rstrip("_")])
             backend = arguments.get(backend_name)
             if backend is not None:
                 options[axis] = GroupOptions(backend=backend)
         notes: tuple[str, ...] = ()
         world_size = dist.get_world_size()
-        if sizes["tp"] > world_size:
+        if sizes.get("tp", 1) > world_size:
             notes = (
                 f"{self.name} reduces tp={sizes['tp']} to the world of {world_size} ranks without an error",
             )

@@ -100,7 +100,8 @@ class Patch:
         # Functions are found by identity: code may have imported them under any name.
         replacement_of: dict[int, object] = {}
         for name, replacement in replacements.items():
-            replacement_of[id(getattr(module, name))] = replacement
+            if hasattr(module, name):  # a fork may lack a function
+                replacement_of[id(getattr(module, name))] = replacement
         for holder in list(sys.modules.values()):
             namespace = getattr(holder, "__dict__", {})
             for name, value in list(namespace.items()):
