@@ -56,9 +56,13 @@ PACKAGES = {
     "lora.py": "peft",
     "titan.py": "torchtitan",
     "fabric.py": "lightning_fabric",
+    "share_megatron.py": "megatron.core",
+    "share_deepspeed.py": "deepspeed",
+    "share_fairscale.py": "fairscale",
+    "share_accelerate.py": "accelerate",
 }
 # What other packages print about themselves.
-NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed )")
+NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed |> initializing )")
 
 # The pages that follow the template: all except the index.
 GUIDE = [page for page in PAGES if page.name != "README"]

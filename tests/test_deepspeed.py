@@ -356,19 +356,26 @@ def test_deepspeed_uses_the_groups_of_a_bound_mesh_and_of_its_expert_view() -> N
 # --- install() ------------------------------------------------------------------------------------
 
 INSTALL_WITH_UPSTREAM = """
+import sys, warnings
 from deepspeed.runtime.pipe import module as early
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid as theirs, ProcessTopology as topology
+import namedmesh, deepspeed
 from namedmesh.compat import deepspeed as ours
+namedmesh.launch.init("cpu")
+vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 ours.install(); ours.install()
-from deepspeed.runtime.pipe import ProcessTopology, module
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid, _prime_factors
-assert ProcessTopology is ours.ProcessTopology
-assert PipelineParallelGrid is module.PipelineParallelGrid is ours.PipelineParallelGrid
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+assert PipelineParallelGrid is early.PipelineParallelGrid and issubclass(PipelineParallelGrid, theirs)
+assert ProcessTopology is topology
+grid = PipelineParallelGrid()
+assert grid.pp_proc_group is grid.mesh.group("pp") and grid.mesh is namedmesh.current_mesh()
 ours.uninstall()
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
-assert PipelineParallelGrid is module.PipelineParallelGrid is not ours.PipelineParallelGrid
+assert PipelineParallelGrid is early.PipelineParallelGrid is theirs
 """
 
 
 @pytest.mark.oracle("deepspeed")
-def test_deepspeed_uses_our_topologies_after_install() -> None:
+def test_the_grid_of_deepspeed_uses_a_mesh_after_install() -> None:
     run_python(INSTALL_WITH_UPSTREAM, action="ignore")

@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from installing import run_python
 from megatron_newest import RELEASES, forget, put_first, release, without_triton
-from ranks import fake_world, run_ranks, summed
+from ranks import live_groups, run_ranks, summed
 
 import namedmesh
 from namedmesh.compat import megatron
@@ -79,17 +80,59 @@ def test_install_replaces_only_the_functions_that_make_and_destroy_groups(which:
         assert all(getattr(upstream, name) is value for name, value in functions.items())
 
 
-def test_a_release_without_create_group_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    old: Any = ModuleType("megatron.core.parallel_state")
-    monkeypatch.setitem(sys.modules, old.__name__, old)
-    with pytest.raises(RuntimeError, match=r"no create_group\(\), which 0\.14 to 0\.19 have; install one"):
-        megatron.install()
-    assert not binding.PATCH.installed
-    with fake_world(2):
-        mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
-        megatron.bind(mesh, create_gloo_process_groups=False)  # our fallback
-        assert megatron.parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
-        mesh.close()
+OLD_FORK = """
+import torch
+_TENSOR_MODEL_PARALLEL_GROUP = None
+_DATA_PARALLEL_GROUP = None
+_MPU_RANK = None
+
+def initialize_model_parallel(tensor_model_parallel_size_=1, pipeline_model_parallel_size_=1):
+    global _TENSOR_MODEL_PARALLEL_GROUP, _DATA_PARALLEL_GROUP
+    assert _DATA_PARALLEL_GROUP is None, "already initialized"
+    t, world = tensor_model_parallel_size_, torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    for first in range(t):
+        ranks = list(range(first, world, t))
+        group = torch.distributed.new_group(ranks)
+        if rank in ranks:
+            _DATA_PARALLEL_GROUP = group
+    for first in range(0, world, t):
+        ranks = list(range(first, first + t))
+        group = torch.distributed.new_group(ranks)
+        if rank in ranks:
+            _TENSOR_MODEL_PARALLEL_GROUP = group
+
+def get_tensor_model_parallel_group():
+    return _TENSOR_MODEL_PARALLEL_GROUP
+"""
+
+
+def _use_an_old_fork(folder: str) -> list[object]:
+    """A vendored megatron/core from before create_group, without destroy_model_parallel."""
+    forget()
+    sys.path.insert(0, folder)
+    megatron.install()
+    from megatron.core import parallel_state
+
+    before = live_groups()
+    parallel_state.initialize_model_parallel(2)
+    mesh = megatron.current_mesh()
+    group = parallel_state.get_tensor_model_parallel_group()
+    facts: list[object] = [group is mesh.group("tp"), parallel_state._DATA_PARALLEL_GROUP is mesh.group("dp")]
+    facts += [live_groups() - before, summed(group)]
+    megatron.uninstall()
+    return [*facts, mesh.closed, parallel_state._DATA_PARALLEL_GROUP]
+
+
+def test_a_vendored_fork_of_any_age_fills_its_own_variables_from_a_mesh(tmp_path: Path) -> None:
+    package = tmp_path / "megatron" / "core"
+    package.mkdir(parents=True)
+    for path in (package.parent, package):
+        (path / "__init__.py").touch()
+    (package / "parallel_state.py").write_text(OLD_FORK, encoding="utf-8")
+    # The groups of tp, dp and the axes of size 1.
+    expected: list[object] = [True, True, 3, 2.0, True, None]
+    assert run_ranks(4, _use_an_old_fork, str(tmp_path)) == [expected] * 4
 
 
 def _destroy_model_parallel() -> list[object]:
@@ -139,7 +182,7 @@ def _train_gpt(pass_groups: bool, tp: int, steps: int) -> tuple[list[float], boo
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    is_installed = binding.PATCH.installed
+    is_installed = binding.API.patch.installed
     # The dropout is 0, and the tracker needs CUDA devices for its RNG states.
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
     parallel_state.initialize_model_parallel(tp)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import os
 import re
 import runpy
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from ranks import fake_world, run_ranks
 import namedmesh
 from namedmesh import Layout, NamedMesh
 from namedmesh.__main__ import main
+from namedmesh.compat import fairscale
 from namedmesh.migrate import FAIRSCALE, MEGATRON, Row, initialize
 
 pytest.importorskip("libcst")
@@ -35,6 +39,7 @@ STAY = {
 WORLDS = [{"pp": 2, "dp": 3, "cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "cp": 4, "tp": 1}]
 USE = "from megatron.core import mpu\n"
 NEW = 'namedmesh.current_mesh().rank("dp")'
+INIT = "mpu.initialize_model_parallel(2)\n"
 
 
 def plain(answer: Any) -> Any:
@@ -186,7 +191,7 @@ def program_of(folder: Path, **sources: str) -> tuple[Program, dict[str, FileUse
         found = read_file(path)
         assert isinstance(found, FileUses)
         files[name] = found
-    return Program(list(files.values()), [str(found.path) for found in files.values()]), files
+    return Program(list(files.values())), files
 
 
 @pytest.mark.parametrize(
@@ -271,16 +276,133 @@ def test_the_whole_program_decides(more: dict[str, str], obstacle: str, tmp_path
     assert all(program.rewrite(file) == file.source for file in files.values())
 
 
-def test_a_vendored_copy_makes_nothing_certain(tmp_path: Path) -> None:
-    copy = tmp_path / "megatron" / "core" / "parallel_state.py"
-    copy.parent.mkdir(parents=True)
-    copy.write_text("", encoding="utf-8")
+def write_files(folder: Path, **sources: str) -> None:
+    """Write modules by their paths without the suffix."""
+    for name, source in sources.items():
+        path = folder.joinpath(f"{name}.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+
+
+def test_a_vendored_copy_is_served_by_the_layer(tmp_path: Path) -> None:
+    """Its own relative imports are followed, too."""
     source = f"{USE}mpu.initialize_model_parallel(2)\nmpu.get_data_parallel_rank()\n"
-    (tmp_path / "train.py").write_text(source, encoding="utf-8")
+    inside = "from . import parallel_state\nparallel_state.get_data_parallel_rank()\n"
+    core = "megatron/core/"
+    write_files(tmp_path, **{f"{core}parallel_state": "", f"{core}utils": inside}, train=source)
     status, out = migrate("--write", "--force", tmp_path)
-    first = out.splitlines()[0]
-    assert (status, first.startswith("Megatron: nothing is certain"), str(copy) in first) == (0, True, True)
-    assert (tmp_path / "train.py").read_text(encoding="utf-8") == source
+    assert (status, "3 uses in 3 files, 2 of them certain." in out) == (0, True)
+    assert NEW in (tmp_path / "train.py").read_text(encoding="utf-8")
+    assert NEW in (tmp_path / "megatron" / "core" / "utils.py").read_text(encoding="utf-8")
+
+
+MAKE = "mpu.initialize_model_parallel(2)\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "certain"),
+    [
+        (MAKE, True),
+        (f"def setup():\n    {MAKE}setup()\n", True),
+        (f"def setup():\n    {MAKE}if __name__ == '__main__':\n    setup()\n", True),
+        (f"if not dist.is_initialized():\n    {MAKE}", True),
+        (f"if world > 1:\n    {MAKE}", False),
+        (f"def setup():\n    {MAKE}if world > 1:\n    setup()\n", False),
+        (f"def setup():\n    if world > 1:\n        {MAKE}setup()\n", False),
+        (f"world > 1 and {MAKE}", True),
+    ],
+)
+def test_reads_that_answer_in_one_process_need_an_unconditional_initialization(
+    start: str, certain: bool, tmp_path: Path
+) -> None:
+    """Megatron returns 0 for them without torch.distributed; the group and tp raise there, too."""
+    reads = "mpu.get_data_parallel_rank(), mpu.get_context_parallel_world_size()\n"
+    always = "mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_group()\n"
+    program, files = program_of(tmp_path, file=USE + start + reads + always)
+    doubts = [program.advise(use).doubt for use in files["file"].uses if not use.makes_groups]
+    assert [not doubt for doubt in doubts] == [certain, certain, True, True], doubts
+    assert certain or "in one process" in doubts[0]
+
+
+def test_two_meanings_of_a_name_are_both_said(tmp_path: Path) -> None:
+    source = "from sat import mpu\nprint(mpu.get_model_parallel_rank())\n"
+    write_files(tmp_path, train=source)
+    _, out = migrate(tmp_path)
+    assert 'two meanings: mesh.rank("tp") in fairscale' in out
+    assert 'mesh.rank("pp", "tp") in megatron.core' in out
+    assert "flatten" not in out
+    makes = "from sat import mpu\nmpu.initialize_model_parallel(2)\n"
+    write_files(tmp_path, make=makes)
+    _, out = migrate("--diff", "--module", "sat.mpu=fairscale", tmp_path)
+    assert '+namedmesh.compat.fairscale.install("sat.mpu")' in out
+    assert '+print(namedmesh.current_mesh().rank("tp"))' in out
+    status, out = migrate("--module", "sat.mpu=deepspeed", tmp_path)
+    assert (status, "is not NAME=API, with one of the APIs megatron, fairscale, ezpz" in out) == (2, True)
+
+
+def test_an_obstacle_can_be_accepted(tmp_path: Path) -> None:
+    lazy = "if lazy:\n    mpu.set_tensor_model_parallel_rank(1)\n"
+    write_files(tmp_path, train=f"{USE}{INIT}{lazy}mpu.get_tensor_model_parallel_rank()\n")
+    path = tmp_path / "train.py"
+    _, out = migrate(path)
+    assert f"--accept {path}:4 takes it upon yourself" in out
+    assert "0 of them certain" in out
+    _, out = migrate("--accept", f"{path}:4", path)
+    assert "1 of them certain" in out
+    status, out = migrate("--accept", f"{path}", path)
+    assert (status, "is not FILE:LINE" in out) == (2, True)
+
+
+def test_re_exports_are_followed_through_several_modules(tmp_path: Path) -> None:
+    state = "from megatron.core import parallel_state as parallel\n"
+    state += "from megatron.core.parallel_state import get_pipeline_model_parallel_world_size as get_world\n"
+    train = f"{USE}{INIT}import lib\nfrom lib import mine\n"
+    train += "mine.get_tensor_model_parallel_rank(), lib.get_world()\n"
+    package = {"lib/__init__": "from .state import parallel as mine, get_world\n", "lib/state": state}
+    write_files(tmp_path, train=train, **package)
+    status, out = migrate("--diff", tmp_path)
+    assert status == 0
+    assert '+namedmesh.current_mesh().rank("tp"), namedmesh.current_mesh().size("pp")' in out
+
+
+def test_names_of_ezpz_and_of_deepspeed_are_in_the_table(tmp_path: Path) -> None:
+    write_files(
+        tmp_path,
+        train="import ezpz.tp\nezpz.tp.initialize_tensor_parallel(2, 1, 1)\n"
+        "ezpz.tp.get_tensor_parallel_group(), ezpz.tp.get_data_parallel_rank()\n",
+        sequence=f"{USE}mpu.get_sequence_parallel_world_size()\n",
+    )
+    _, out = migrate(tmp_path)
+    assert 'get_tensor_parallel_group() -> mesh.group("tp")' in out
+    assert 'get_data_parallel_rank() -> mesh.rank("dp")' in out
+    assert "init_mesh(dp=-1, pp=1, cp=1, tp=2)" in out
+    assert (
+        'the mesh needs an axis sp, which Megatron\'s initialization does not make) -> mesh.size("sp")' in out
+    )
+
+
+def test_files_that_cannot_be_read_cost_one_line_each(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "repository", tmp_path / "outside.py"
+    source = f"{USE}{INIT}mpu.get_data_parallel_rank()\n"
+    write_files(inside, train=source, deep=f"{USE}x = {'-' * 3000}1\n", sum=f"{USE}x = {'1 + ' * 5000}1\n")
+    outside.write_text(source, encoding="utf-8")
+    (inside / "out.py").symlink_to(outside)
+    (inside / "loop.py").symlink_to(inside / "loop.py")
+    (inside / "folder").symlink_to(tmp_path)
+    os.mkfifo(inside / "pipe.py")
+    status, out = migrate("--write", "--force", inside)
+    assert status == 1
+    lines = out.splitlines()
+    for name, text in {
+        "out": f"not read: a link to {outside}, which was not given",
+        "loop": "not read: ",
+        "pipe": "not read: not a regular file",
+        "deep": "cannot be read: ",
+        "sum": "cannot be read: ",
+    }.items():
+        assert sum(line.startswith(f"{inside / name}.py: {text}") for line in lines) == 1, name
+    assert outside.read_text(encoding="utf-8") == source
+    assert NEW in (inside / "train.py").read_text(encoding="utf-8")
 
 
 # Programs as they are found, one for each thing that a rewritten program could get wrong: what each rank answers must be the same
@@ -401,11 +523,74 @@ def test_a_program_of_several_files_answers_the_same(tmp_path: Path) -> None:
     after = {name: (tmp_path / f"{name}.py").read_text(encoding="utf-8") for name in sources}
     assert "current_mesh()" in after["state"]
     assert f"{LAYER}.install()" in after["groups"]
-    assert after["program"] == sources["program"]  # through its own module, which is not followed
+    assert "current_mesh()" in after["program"]  # through its own module
     assert run_ranks(4, answers, path) == before
 
 
-INIT = "mpu.initialize_model_parallel(2)\n"
+# The own module of a program, in the style of gpt-neox; the second one has another order of ranks.
+OWN_MPU = """
+import torch.distributed as dist
+_MODEL_PARALLEL_GROUP = None
+_DATA_PARALLEL_GROUP = None
+def initialize_model_parallel(model_parallel_size, topology=None):
+    global _MODEL_PARALLEL_GROUP, _DATA_PARALLEL_GROUP
+    world, size = dist.get_world_size(), model_parallel_size
+    for first in range(0, world, size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            _MODEL_PARALLEL_GROUP = group
+    for first in range(size):
+        ranks = list(range(first, world, size))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            _DATA_PARALLEL_GROUP = group
+def get_model_parallel_group():
+    return _MODEL_PARALLEL_GROUP
+def get_model_parallel_rank():
+    return dist.get_rank(_MODEL_PARALLEL_GROUP)
+"""
+OWN_PROGRAM = """
+import torch.distributed as dist
+from own import mpu
+def answers():
+    mpu.initialize_model_parallel(2)
+    return mpu.get_model_parallel_rank(), dist.get_process_group_ranks(mpu.get_model_parallel_group())
+"""
+
+
+def test_a_program_with_a_module_of_its_own_answers_the_same(tmp_path: Path) -> None:
+    write_files(tmp_path, **{"own/__init__": "", "own/mpu": OWN_MPU}, program=OWN_PROGRAM)
+    path = str(tmp_path / "program.py")
+    before = run_ranks(4, answers, path)
+    assert migrate("--write", "--force", "--module", "own.mpu=fairscale", path)[0] == 0
+    source = Path(path).read_text(encoding="utf-8")
+    assert source.count("current_mesh()") == 2
+    assert 'install("own.mpu")' in source
+    assert run_ranks(4, answers, path) == before
+
+
+def make_groups_in_another_order(folder: str) -> list[object]:
+    sys.path.insert(0, folder)
+    fairscale.install("own.mpu")
+    module: Any = importlib.import_module("own.mpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.initialize_model_parallel(2)
+    text = str(caught[0].message)
+    ranks = dist.get_process_group_ranks(module.get_model_parallel_group())
+    fairscale.uninstall()
+    return [ranks, text.partition(": ")[0], text.count("_MODEL_PARALLEL_GROUP has the ranks")]
+
+
+def test_a_fork_with_another_order_of_ranks_gets_no_mesh(tmp_path: Path) -> None:
+    other = OWN_MPU.replace("range(0, world, size)", "range(world // size)")
+    other = other.replace("list(range(first, first + size))", "list(range(first, world, world // size))")
+    write_files(tmp_path, **{"own/__init__": "", "own/mpu": other})
+    for rank, found in enumerate(run_ranks(4, make_groups_in_another_order, str(tmp_path))):
+        assert found == [[rank % 2, rank % 2 + 2], "initialize_model_parallel() has no mesh", 1]
+
+
 OTHERS = "from torch.distributed import get_rank  # mpu\nfrom mine import data_parallel\nget_rank(), data_parallel.rank()\n"
 STAR = ": import those that are used, and run this command again) -> stays\n"
 READER = "from megatron.core import tensor_parallel  # parallel_state\n"
@@ -419,7 +604,7 @@ READER = "from megatron.core import tensor_parallel  # parallel_state\n"
         (OTHERS, "No use of megatron.core.parallel_state in 1 file.\n"),
         ("from megatron.core.parallel_state import *\nget_data_parallel_group()\n", STAR),
         ("def mpu(:\n", "/train.py: cannot be read: "),
-        ("# mpu \xff\n", "/train.py: cannot be read: "),
+        ("import mpu  # \xff\n", "/train.py: cannot be read: "),
     ],
 )  # fmt: skip
 def test_the_report_covers_every_kind_of_file(source: str, shown: str, tmp_path: Path) -> None:

@@ -92,6 +92,14 @@ def test_only_one_package_touches_private_torch() -> None:
     assert guilty == []
 
 
+def test_compat_uses_nothing_private_of_the_core() -> None:
+    private = re.compile(r"namedmesh\._\w+|\bmesh\._[a-z]\w*|namedmesh\.(?:agreement|coordinator|views)\b")
+    for path in (SOURCE / "compat").rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        assert private.findall(source) == [], path.name
+        assert len(source.splitlines()) <= 450, path.name
+
+
 def test_every_new_tensor_has_an_explicit_device() -> None:
     """A default device, as scripts for GPUs set, would move tensors that belong on the CPU."""
     constructors = {constructor.__name__ for constructor in _device_constructors()}

@@ -65,7 +65,7 @@ def test_a_script_and_a_module_run_unchanged(tmp_path: Path) -> None:
 UPSTREAM_IMPORTS = {
     "megatron": "from megatron.core.parallel_state import initialize_model_parallel as imported",
     "fairscale": "from fairscale.nn.model_parallel import initialize_model_parallel as imported",
-    "deepspeed": "from deepspeed.runtime.pipe.topology import ProcessTopology as imported",
+    "deepspeed": "from deepspeed.runtime.pipe.topology import PipelineParallelGrid as imported",
 }
 
 
@@ -92,3 +92,48 @@ def test_the_fallback_is_imported_if_upstream_is_not_installed(tmp_path: Path) -
     source = "from megatron.core import mpu\nprint(mpu.__name__)\n"
     printed = _run_in_new_program(tmp_path / "script.py", source, without("megatron"))
     assert printed == "namedmesh.compat.megatron.parallel_state\n"
+
+
+def _make_package(folder: Path, name: str, **sources: str) -> None:
+    """Write a package with a parallel state, as a program has it next to its script."""
+    package = folder / Path(*name.split("."))
+    package.mkdir(parents=True)
+    for path in (package, *package.parents):
+        if folder in path.parents:
+            (path / "__init__.py").touch()
+    for module, source in sources.items():
+        (package / f"{module}.py").write_text(source, encoding="utf-8")
+
+
+# A package whose version is known only after its modules were imported, as in megatron-core.
+NEWER = "from . import parallel_state\n__version__ = '9.9'\n"
+STATE = "_DATA_PARALLEL_GROUP = None\ndef initialize_model_parallel():\n    pass\n"
+USE_STATE = "from megatron.core import parallel_state as ps\nprint(ps.__file__, hasattr(ps.initialize_model_parallel, '__wrapped__'))\n"
+
+
+def test_a_vendored_package_next_to_the_script_is_used_and_its_release_is_checked(tmp_path: Path) -> None:
+    """The script is not in the current folder."""
+    _make_package(tmp_path, "megatron.core", __init__=NEWER, parallel_state=STATE)
+    show = "import warnings\nwarnings.simplefilter('always')\nwarnings.showwarning = lambda text, *_: print(text)\n"
+    printed = _run_in_new_program(tmp_path / "script.py", show + USE_STATE).splitlines()
+    assert printed[-1] == f"{tmp_path}/megatron/core/parallel_state.py True"
+    assert printed[0].startswith("namedmesh is tested with megatron-core 0.14 to 0.19, and 9.9 is installed")
+
+
+@pytest.mark.parametrize("state", ["x = 1\n", "import sys\ninitialize_model_parallel = sys.exit\n"])
+def test_a_package_that_cannot_be_served_is_left_as_it_is(state: str, tmp_path: Path) -> None:
+    _make_package(tmp_path, "megatron.core", parallel_state=state)
+    source = "from megatron.core import parallel_state\nprint(parallel_state.__name__)\n"
+    show = "import warnings\nwarnings.showwarning = lambda text, *_: print(text)\n"
+    printed = _run_in_new_program(tmp_path / "script.py", source, f"{show}warnings.simplefilter('always')")
+    warning, name = printed.splitlines()[-2:]
+    assert warning.startswith("namedmesh run leaves megatron.core.parallel_state as it is: ")
+    assert name == "megatron.core.parallel_state"
+
+
+def test_an_import_still_tells_whether_deepspeed_is_installed(tmp_path: Path) -> None:
+    """And code that looks at the specification of a package that our fallback has made finds one."""
+    source = "try:\n    import deepspeed\nexcept ModuleNotFoundError as error:\n"
+    source += "    from importlib.util import find_spec\n    print(error.name, find_spec('megatron').name)\n"
+    hidden = without("megatron") + without("deepspeed")
+    assert _run_in_new_program(tmp_path / "script.py", source, hidden) == "deepspeed megatron\n"

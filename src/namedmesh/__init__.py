@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from namedmesh.init import init_mesh
     from namedmesh.mesh import NamedMesh, current_mesh
     from namedmesh.options import GroupOptions
+    from namedmesh.sharing import share_groups
     from namedmesh.tensor_parallel import parallelize
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "launch",
     "parallelize",
     "plan",
+    "share_groups",
     "tensor_parallel",
     "training",
 ]
@@ -68,6 +70,7 @@ _HOMES = {
     "current_mesh": "mesh",
     "init_mesh": "init",
     "parallelize": "tensor_parallel",
+    "share_groups": "sharing",
 }
 
 

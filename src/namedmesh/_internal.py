@@ -1,22 +1,18 @@
 """The internal interface of a mesh, for the other modules of namedmesh.
 
-The compatibility layers and the checkpoints need more of a mesh than its public interface. They get
-it from these functions, so that a mesh shows its users nothing else.
+``share_groups`` and the checkpoints need more of a mesh than its public interface. They get it from
+these functions, so that a mesh shows its users nothing else.
 """
 
 # ruff: noqa: SLF001  # the one module that uses private attributes of a mesh on behalf of others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from namedmesh.groups import Groups
-from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
-from namedmesh.options import GroupOptions
 
 
 def get_groups(mesh: NamedMesh) -> Groups:
@@ -46,35 +42,3 @@ def agree_on_call(mesh: NamedMesh, call: str) -> AbstractContextManager[Callable
         AgreementError: the other ranks did not make the call, or not with the same request.
     """
     return mesh._agree_on(call)
-
-
-def add_agreed_view(
-    mesh: NamedMesh, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
-) -> DeviceMesh:
-    """Add a view to a mesh, after the ranks have agreed on it.
-
-    Collective: every rank of the world must call it.
-
-    Args:
-        mesh: the mesh.
-        name: the name of the view.
-        layout: the layout of the view.
-        options: the options of the new groups, by their axes.
-
-    Returns:
-        The torch mesh over the axes of the view.
-
-    Raises:
-        LayoutError: the view contradicts the other views of the mesh.
-    """
-    return mesh._add_agreed_view(name, layout, options)
-
-
-def call_before_close(mesh: NamedMesh, function: Callable[[], None]) -> None:
-    """Let ``mesh.close()`` call a function first, while the groups of the mesh exist.
-
-    Args:
-        mesh: the mesh.
-        function: the function, without arguments.
-    """
-    mesh._close_hooks.append(function)

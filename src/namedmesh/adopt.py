@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import is_registered
 from namedmesh.errors import LayoutError, format_items
-from namedmesh.layout import Layout
+from namedmesh.layout import Layout, format_axes
 
 
 def infer_layout_from_mesh(mesh: DeviceMesh) -> Layout:
@@ -126,3 +126,53 @@ def infer_layout_from_groups(groups: Mapping[str, dist.ProcessGroup], rank: int)
     if problems:
         raise LayoutError(*problems)
     return layout
+
+
+def split_groups(
+    groups: Mapping[str, dist.ProcessGroup] | Mapping[str | tuple[str, ...], dist.ProcessGroup],
+) -> tuple[dict[str, dist.ProcessGroup], dict[tuple[str, ...], dist.ProcessGroup]]:
+    """Return the groups of single axes, and the groups of several axes, in their order.
+
+    Args:
+        groups: this rank's groups by an axis, or by a tuple of axes.
+    """
+    by_axis: dict[str, dist.ProcessGroup] = {}
+    flattened: dict[tuple[str, ...], dist.ProcessGroup] = {}
+    for axes, group in groups.items():
+        if isinstance(axes, str):
+            by_axis[axes] = group
+        elif len(axes) == 1:
+            by_axis[axes[0]] = group
+        else:
+            flattened[tuple(axes)] = group
+    return by_axis, flattened
+
+
+def check_flattened_groups(
+    layout: Layout, groups: Mapping[tuple[str, ...], dist.ProcessGroup], rank: int
+) -> dict[tuple[str, ...], dist.ProcessGroup]:
+    """Return groups over several axes, by their axes in the order of the layout.
+
+    Args:
+        layout: the layout.
+        groups: this rank's groups, by their axes in any order.
+        rank: the global rank of this process.
+
+    Raises:
+        AxisError: an axis is not in the layout.
+        LayoutError: a group has other ranks than its axes; all problems at once.
+    """
+    problems = []
+    checked = {}
+    for axes, group in groups.items():
+        expected = layout.group(rank, *axes)
+        actual = tuple(sorted(dist.get_process_group_ranks(group)))
+        if actual != expected:
+            problems.append(
+                f"the group of axes {format_axes(axes)} has ranks {format_items(actual)}, but {layout} has "
+                f"{format_items(expected)} for rank {rank}; omit it, or name its axes"
+            )
+        checked[tuple(axis for axis in layout if axis in axes)] = group
+    if problems:
+        raise LayoutError(*problems)
+    return checked

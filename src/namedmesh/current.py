@@ -60,7 +60,7 @@ def unregister(mesh: NamedMesh) -> None:
         mesh: the mesh.
     """
     del _meshes[mesh]
-    _notify(mesh)
+    notify(mesh)
 
 
 def select(mesh: NamedMesh) -> None:
@@ -70,7 +70,7 @@ def select(mesh: NamedMesh) -> None:
         mesh: the mesh.
     """
     _selected.append(mesh)
-    _notify()
+    notify()
 
 
 def deselect(mesh: NamedMesh) -> None:
@@ -84,20 +84,25 @@ def deselect(mesh: NamedMesh) -> None:
         if _selected[index] is mesh:
             del _selected[index]
             break
-    _notify()
+    notify()
 
 
 def watch(watcher: Callable[..., None]) -> None:
-    """Call a function whenever the selection changes or a mesh is closed.
+    """Call a function whenever the selection changes, or a mesh is closed or loses its groups.
 
     Args:
-        watcher: the function. After a close its argument is the closed mesh; otherwise it has none.
+        watcher: the function. Its argument is the mesh that was closed, or whose default group was
+            destroyed; after a selection it has none.
     """
     _watchers.append(watcher)
 
 
-def _notify(*closed: NamedMesh) -> None:
-    """Call the watchers, after a close with the closed mesh."""
+def notify(*closed: NamedMesh) -> None:
+    """Call the watchers, with the mesh that was closed or has lost its groups.
+
+    Args:
+        *closed: the mesh; nothing after a selection.
+    """
     for watcher in _watchers:
         watcher(*closed)
 

@@ -21,6 +21,8 @@ from namedmesh._torch import (
     get_bound_device,
     get_timeout,
     is_registered,
+    own_group_requests,
+    set_group_timeout,
 )
 from namedmesh.errors import MeshError
 from namedmesh.layout import Layout, format_axes, make_partition_key
@@ -319,7 +321,9 @@ class Groups:
         """
         if key not in self.acquired:
             if key not in _group_cache:
-                group = create()
+                # Also inside of share_groups() torch makes this group.
+                with own_group_requests():
+                    group = create()
                 ranks = tuple(dist.get_process_group_ranks(group))
                 _group_cache[key] = Communicator(label, ranks, ref(group), owned)
             _group_cache[key].users += 1
@@ -398,6 +402,16 @@ def get_backends(group: dist.ProcessGroup) -> dict[str, str]:
         device, _, backend = pair.partition(":")
         backends[device] = backend
     return backends
+
+
+def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    """Change the timeout of the collectives of a group that start from now on.
+
+    Args:
+        group: the group; None for the default group.
+        timeout: the timeout.
+    """
+    set_group_timeout(timeout, group)
 
 
 def destroy_unused_groups() -> None:

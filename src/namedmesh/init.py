@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -91,7 +91,27 @@ def init_mesh(
             defaults = GroupOptions(backend=backend, timeout=timeout)
             # An empty list is a mistake, which is reported like any other wrong type.
             group_options = {} if options is None else options
-            return make_mesh(compare, full_layout, {}, group_options, defaults, device=device)
+            # Both calls may raise on one rank only. The others then get the error instead of a
+            # comparison.
+            by_axes = find_options_by_axes(group_options, full_layout.axes)
+            mesh_device = launch.default_group_device(device)
+            compare(
+                {
+                    "layout": repr(full_layout),
+                    "options": dict(sorted(group_options.items())),
+                    "defaults": defaults,
+                    "device": mesh_device.type,
+                    # A default group that the user made, without set_device, puts all ranks on one
+                    # GPU.
+                    "GPU": launch.describe_gpu(mesh_device, backend or dist.get_backend_config()),
+                    # Different releases may create groups in a different order.
+                    "torch": torch.__version__,
+                    "namedmesh": __version__,
+                    # A rank that reuses a cached group would not create it together with the others.
+                    "groups that exist": describe_group_cache(),
+                }
+            )
+            return NamedMesh(full_layout, mesh_device, by_axes, defaults)
     except BaseException as error:
         if not launched:
             raise
@@ -101,54 +121,6 @@ def init_mesh(
         if isinstance(error, LayoutError) and not was_launched():
             raise LayoutError(*(f"{problem}. {_NOT_LAUNCHED_HINT}" for problem in error.problems)) from None
         raise
-
-
-def make_mesh(
-    compare: Callable[..., None],
-    layout: Layout,
-    request: Mapping[str, object],
-    options: Mapping[str, GroupOptions],
-    defaults: GroupOptions,
-    *,
-    device: str | torch.device | None = None,
-) -> NamedMesh:
-    """Compare a request with the other ranks, and create the mesh.
-
-    :func:`init_mesh` and the compatibility layers create their meshes by this function.
-
-    Collective: every rank must call it, in a block of :func:`namedmesh.agreement.agree_on`.
-
-    Args:
-        compare: the function that ``agree_on`` yields.
-        layout: the layout of the mesh.
-        request: fields that must be the same on every rank, in addition to the arguments.
-        options: the options of groups, by the name of an axis or by a flattened name.
-        defaults: the options of every group for which an axis sets no other.
-        device: the device of the mesh; by default the device of the default group.
-
-    Returns:
-        The mesh.
-    """
-    # Both calls may raise on one rank only. The others then get the error instead of a comparison.
-    by_axes = find_options_by_axes(options, layout.axes)
-    mesh_device = launch.default_group_device(device)
-    compare(
-        {
-            "layout": repr(layout),
-            "options": dict(sorted(options.items())),
-            "defaults": defaults,
-            "device": mesh_device.type,
-            # A default group that the user made, without set_device, puts all ranks on one GPU.
-            "GPU": launch.describe_gpu(mesh_device, defaults.backend or dist.get_backend_config()),
-            **request,
-            # Different releases may create groups in a different order.
-            "torch": torch.__version__,
-            "namedmesh": __version__,
-            # A rank that reuses a cached group would not create it together with the others.
-            "groups that exist": describe_group_cache(),
-        }
-    )
-    return NamedMesh(layout, mesh_device, by_axes, defaults)
 
 
 def _complete_layout(layout: Layout | Mapping[str, int] | None, sizes: Mapping[str, int]) -> Layout:

@@ -13,7 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from namedmesh import current
 from namedmesh._torch import add_default_group_finalizer, hide_redistribution_warnings
 from namedmesh.accessors import MeshAccessors
-from namedmesh.adopt import infer_layout_from_groups, infer_layout_from_mesh
+from namedmesh.adopt import (
+    check_flattened_groups,
+    infer_layout_from_groups,
+    infer_layout_from_mesh,
+    split_groups,
+)
 from namedmesh.agreement import agree_on
 from namedmesh.errors import LayoutError, MeshError, OptionError
 from namedmesh.explain import explain_group, explain_mesh, explain_rank, list_layouts
@@ -75,7 +80,6 @@ class NamedMesh(MeshAccessors):
         super().__init__(layout, device, Groups(defaults, options))
         if self.global_rank != 0:
             hide_redistribution_warnings()
-        self._close_hooks: list[Callable[[], None]] = []
         if groups is None:
             root = self._views.create_mesh(layout)
         else:
@@ -88,8 +92,7 @@ class NamedMesh(MeshAccessors):
             # The caller gets no mesh to close.
             self._groups.release()
             raise
-        # The cached answers would hide that the default group was destroyed, and its groups with it.
-        self._finalizer = add_default_group_finalizer(self._clear_cache)
+        self._finalizer = add_default_group_finalizer(self._forget_groups)
 
     # Adopting existing groups.
 
@@ -115,23 +118,32 @@ class NamedMesh(MeshAccessors):
 
     @classmethod
     def from_groups(
-        cls, groups: Mapping[str, dist.ProcessGroup], *, device: str | torch.device | None = None
+        cls,
+        groups: Mapping[str, dist.ProcessGroup] | Mapping[str | tuple[str, ...], dist.ProcessGroup],
+        *,
+        device: str | torch.device | None = None,
     ) -> NamedMesh:
         """Return a named mesh over existing process groups.
 
         The groups are not destroyed when the mesh is closed. Does not communicate.
 
         Args:
-            groups: the group of this rank on each axis, slowest axis first.
+            groups: the group of this rank on each axis, slowest axis first; and on flattened axes,
+                by a tuple of their axes, such as ``{"dp": ..., "cp": ..., ("dp", "cp"): ...}``.
             device: the device of the mesh; by default the device of the default group.
 
         Raises:
             LayoutError: the groups do not form a layout; all problems at once.
             MeshError: as for the class.
         """
+        by_axis, flattened = split_groups(groups)
         # torch has no mesh over these groups yet, so the constructor builds one.
-        layout = infer_layout_from_groups(groups, dist.get_rank())
-        return cls(layout, default_group_device(device), {}, GroupOptions(), groups=groups)
+        layout = infer_layout_from_groups(by_axis, dist.get_rank())
+        flattened = check_flattened_groups(layout, flattened, dist.get_rank())
+        mesh = cls(layout, default_group_device(device), {}, GroupOptions(), groups=by_axis)
+        for axes, group in flattened.items():
+            mesh._adopt_flattened_group(axes, group)
+        return mesh
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
         """Add a view over an existing torch mesh, with its groups. Does not communicate.
@@ -236,7 +248,11 @@ class NamedMesh(MeshAccessors):
             new_axes = [axis for axis in layout if axis not in self]
             by_axes = find_options_by_axes(options or {}, new_axes)
             compare({"layout": repr(layout), "options": options or {}})
-            return self._add_agreed_view(name, layout, by_axes)
+            self._views.check_view(name, layout, self.global_rank)
+            self._groups.options_by_axes |= by_axes
+            root = self._views.create_mesh(layout)
+            self._add_view(name, layout, root)
+            return root
 
     def close(self, *, destroy_groups: bool = False) -> None:
         """Close this mesh. A second call does nothing.
@@ -253,19 +269,13 @@ class NamedMesh(MeshAccessors):
         """
         if self.closed:
             return
-        try:
-            for hook in self._close_hooks:
-                hook()
-        finally:
-            # A hook may fail. The mesh is closed all the same.
-            self.closed = True
-            self._finalizer.detach()
-            self._close_hooks.clear()
-            self._clear_cache()
-            self._groups.release()
-            current.unregister(self)
-            if destroy_groups:
-                destroy_unused_groups()
+        self.closed = True
+        self._finalizer.detach()
+        self._clear_cache()
+        self._groups.release()
+        current.unregister(self)
+        if destroy_groups:
+            destroy_unused_groups()
 
     # Other methods.
 
@@ -320,6 +330,22 @@ class NamedMesh(MeshAccessors):
             key = self._groups.make_key(layout, (axis,), self._groups.get_options((axis,)))
             self._groups.register_external(key, axis, group)
 
+    def _forget_groups(self) -> None:
+        """Drop all references to the groups, after the default group was destroyed."""
+        # The cached answers would hide that the groups do not exist any more.
+        self._clear_cache()
+        current.notify(self)
+
+    def _adopt_flattened_group(self, axes: tuple[str, ...], group: dist.ProcessGroup) -> None:
+        """Use an existing group over several axes, in layout order, as their flattened axis."""
+        name = "_".join(axes)
+        key = self._groups.make_key(self.layout, axes, self._groups.get_options(axes))
+        self._groups.register_external(key, name, group)
+        # The group exists, so this does not communicate.
+        self._views.flatten(ROOT_VIEW, axes, name)
+        self._views.flattened_axes[name] = axes
+        self._cache_memberships()
+
     @contextmanager
     def _agree_on(self, call: str) -> Iterator[Callable[..., None]]:
         """Let the ranks agree on a call; see :func:`namedmesh._internal.agree_on_call`."""
@@ -335,16 +361,6 @@ class NamedMesh(MeshAccessors):
             )
         with agree_on(call, groups.defaults.timeout) as compare:
             yield compare
-
-    def _add_agreed_view(
-        self, name: str, layout: Layout, options: Mapping[tuple[str, ...], GroupOptions]
-    ) -> DeviceMesh:
-        """Create the groups of a view on which the ranks agree, and add the view. Collective."""
-        self._views.check_view(name, layout, self.global_rank)
-        self._groups.options_by_axes |= options
-        root = self._views.create_mesh(layout)
-        self._add_view(name, layout, root)
-        return root
 
     def _add_view(self, name: str, layout: Layout, root: DeviceMesh, *, external: bool = False) -> None:
         """Add a view whose groups exist. Does not communicate.

@@ -14,6 +14,7 @@ from namedmesh._torch import (
     concatenate_meshes,
     disable_dispatch_modes,
     flatten_mesh,
+    own_group_requests,
     release_groups_with_default_group,
 )
 from namedmesh.axes import DATA_PARTS
@@ -205,12 +206,13 @@ class Views:
             keys[axis] = self.groups.make_key(layout, (axis,), self.groups.get_options((axis,)))
         overrides = self.groups.find_backend_overrides(keys)
         if len(large_axes) > 1 and overrides is not None:
-            root = init_device_mesh(
-                self.device_type,
-                tuple(large_axes.values()),
-                mesh_dim_names=tuple(large_axes),
-                backend_override=overrides or None,
-            )
+            with own_group_requests():
+                root = init_device_mesh(
+                    self.device_type,
+                    tuple(large_axes.values()),
+                    mesh_dim_names=tuple(large_axes),
+                    backend_override=overrides or None,
+                )
             # The groups exist now. They enter the cache, from which the loop below finds them.
             for axis, key in keys.items():
                 self.groups.acquire(key, axis, partial(root.get_group, axis))

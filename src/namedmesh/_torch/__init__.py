@@ -14,6 +14,7 @@ The guide has a page about them; what is not listed there must not exist.
 """
 
 from namedmesh._torch.execution import *
+from namedmesh._torch.group_requests import *
 from namedmesh._torch.groups import *
 from namedmesh._torch.list_operators import *
 from namedmesh._torch.meshes import *

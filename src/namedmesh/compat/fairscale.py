@@ -23,70 +23,24 @@ Example:
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
 from namedmesh.compat import layers as _layers
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import *
-from namedmesh.compat.layers import Initializer, ParallelLayer, VocabEmbedding, scatter
-from namedmesh.compat.model_parallel import ModelParallel, get_first_rank, return_value
-from namedmesh.compat.patching import Patch
-from namedmesh.tensor_parallel.collectives import (
-    all_gather,
-    copy_to_tp_region,
-    gather,
-    reduce_from_tp_region,
-)
+from namedmesh.compat.layers import ColumnLayer, Initializer, ParallelLayer, RowLayer, VocabEmbedding
+from namedmesh.compat.model_parallel import ModelParallelLayer
+from namedmesh.tensor_parallel.collectives import all_gather, gather, reduce_from_tp_region
 
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-__all__ += ["bind", "current_mesh", "install", "unbind", "uninstall"]
-__all__ += ["destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized"]
-__all__ += ["get_context_parallel_group", "get_context_parallel_rank"]
-__all__ += ["get_context_parallel_ranks", "get_context_parallel_world_size"]
-__all__ += ["get_data_parallel_group", "get_data_parallel_rank"]
-__all__ += ["get_data_parallel_ranks", "get_data_parallel_world_size"]
-__all__ += ["get_model_parallel_group", "get_model_parallel_rank"]
-__all__ += ["get_model_parallel_ranks", "get_model_parallel_src_rank", "get_model_parallel_world_size"]
-__all__ += ["get_pipeline_parallel_group", "get_pipeline_parallel_ranks"]
-__all__ += ["copy_to_model_parallel_region", "gather_from_model_parallel_region"]
-__all__ += ["reduce_from_model_parallel_region", "scatter_to_model_parallel_region"]
-__all__ += ["vocab_parallel_cross_entropy"]
-__all__ += _layers.__all__
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
 
 # --- groups --------------------------------------------------------------------------------------
-
-_model_parallel = ModelParallel("fairscale", "initialize_model_parallel", sys.modules[__name__])
-bind = _model_parallel.bind
-unbind = _model_parallel.state.unbind
-current_mesh = _model_parallel.state.current_mesh
-destroy_model_parallel = _model_parallel.state.destroy
-
-# The groups of a mesh are in the variables of this module, which ModelParallel created.
-_make_accessor = _model_parallel.make_accessor
-get_model_parallel_group = _make_accessor("_MODEL_PARALLEL_GROUP", return_value)
-get_model_parallel_world_size = _make_accessor("_MODEL_PARALLEL_GROUP", dist.get_world_size)
-get_model_parallel_rank = _make_accessor("_MODEL_PARALLEL_GROUP", dist.get_rank)
-get_model_parallel_ranks = _make_accessor("_MODEL_PARALLEL_GROUP", dist.get_process_group_ranks)
-get_model_parallel_src_rank = _make_accessor("_MODEL_PARALLEL_GROUP", get_first_rank)
-
-get_data_parallel_group = _make_accessor("_DATA_PARALLEL_GROUP", return_value)
-get_data_parallel_world_size = _make_accessor("_DATA_PARALLEL_GROUP", dist.get_world_size)
-get_data_parallel_rank = _make_accessor("_DATA_PARALLEL_GROUP", dist.get_rank)
-get_data_parallel_ranks = _make_accessor("_DATA_PARALLEL_GROUP", dist.get_process_group_ranks)
-
-get_context_parallel_group = _make_accessor("_CONTEXT_PARALLEL_GROUP", return_value)
-get_context_parallel_world_size = _make_accessor("_CONTEXT_PARALLEL_GROUP", dist.get_world_size)
-get_context_parallel_rank = _make_accessor("_CONTEXT_PARALLEL_GROUP", dist.get_rank)
-# Upstream stores the ranks of these two groups in separate variables, which callers may assign.
-get_context_parallel_ranks = _make_accessor("_CONTEXT_PARALLEL_GROUP_RANKS", return_value)
-get_pipeline_parallel_ranks = _make_accessor("_PIPELINE_PARALLEL_RANKS", return_value)
-get_pipeline_parallel_group = _make_accessor("_PIPELINE_PARALLEL_GROUP", return_value)
 
 
 def initialize_model_parallel(
@@ -120,25 +74,37 @@ def initialize_model_parallel(
             sizes do not divide the world size.
         AgreementError: the other ranks did not call this, or called it with different arguments.
     """
-    _model_parallel.initialize(
-        {"tp": int(model_parallel_size_), "pp": pipeline_length, "cp": context_parallel_size},
-        {"tp": model_parallel_backend, "pp": pipeline_backend, "cp": cp_backend, "dp": ddp_backend},
-    )
+    _layer.make_all_groups(locals())
+
+
+_UPSTREAM = "fairscale.nn.model_parallel"
+_PARTS = ("cross_entropy", "initialize", "layers", "mappings", "utils")
+_layer = ModelParallelLayer(
+    "fairscale",
+    initialize_model_parallel,
+    {
+        "tp": ("model_parallel_size_", "model_parallel_backend"),
+        "pp": ("pipeline_length", "pipeline_backend"),
+        "cp": ("context_parallel_size", "cp_backend"),
+        "dp": ("", "ddp_backend"),
+    },
+    modules={"": _UPSTREAM} | {part: f"{_UPSTREAM}.{part}" for part in _PARTS},
+)
+# initialize_model_parallel, get_data_parallel_rank, copy_to_model_parallel_region, bind and so on.
+globals().update(_layer.names)
+
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ += ["model_parallel_is_initialized", "vocab_parallel_cross_entropy"]
+__all__ += _layers.__all__
+__all__ += list(_layer.names)
 
 
 def model_parallel_is_initialized() -> bool:
     """Return whether model-, data- and pipeline-parallel groups exist."""
-    return _model_parallel.has_values_for(
-        "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "_PIPELINE_PARALLEL_GROUP"
-    )
+    return _layer.has_groups("tp", "dp", "pp")
 
 
-# --- region functions and loss -------------------------------------------------------------------
-
-copy_to_model_parallel_region = _model_parallel.copy_to_region
-reduce_from_model_parallel_region = _model_parallel.reduce_from_region
-scatter_to_model_parallel_region = _model_parallel.scatter_to_region
-gather_from_model_parallel_region = _model_parallel.gather_from_region
+# --- loss and layers -----------------------------------------------------------------------------
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
@@ -158,11 +124,8 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
         ContractError: the shapes do not fit.
     """
     return _layers.cross_entropy(
-        vocab_parallel_logits, target, _model_parallel.get_tensor_group(), vocab_parallel_logits.dtype
+        vocab_parallel_logits, target, _layer.get_tensor_group(), vocab_parallel_logits.dtype
     )
-
-
-# --- layers --------------------------------------------------------------------------------------
 
 
 class _Layer(ParallelLayer):
@@ -173,7 +136,7 @@ class _Layer(ParallelLayer):
     consists of that many blocks of features, and each block is sharded separately.
     """
 
-    model_parallel: ClassVar = _model_parallel
+    model_parallel: ClassVar = _layer
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +153,7 @@ class _Layer(ParallelLayer):
         return all_gather(self.weight.data, self.group, self.dim)
 
 
-class ColumnParallelLinear(_Layer):
+class ColumnParallelLinear(_Layer, ColumnLayer):
     """A linear layer whose output features are sharded across the model-parallel ranks.
 
     The local weight is ``(out_features / t, in_features)``, the local bias ``(out_features / t,)``.
@@ -240,13 +203,10 @@ class ColumnParallelLinear(_Layer):
             The replicated output ``(..., out_features)`` or, without ``gather_output``, the local
             shard ``(..., out_features / t)``.
         """
-        output = F.linear(copy_to_tp_region(input_, self.group), self.weight, self.bias)
-        if self.gather_output:
-            return gather(output, self.group, -1)
-        return output
+        return self.project(input_, self.weight, self.bias, gather_output=self.gather_output)
 
 
-class RowParallelLinear(_Layer):
+class RowParallelLinear(_Layer, RowLayer):
     """A linear layer whose input features are sharded across the model-parallel ranks.
 
     The local weight is ``(out_features, in_features / t)``. The bias is replicated.
@@ -267,8 +227,6 @@ class RowParallelLinear(_Layer):
     Raises:
         ContractError: the input features cannot be split into equal shards.
     """
-
-    dim = 1
 
     def __init__(  # noqa: PLR0917  upstream's signature
         self,
@@ -298,9 +256,7 @@ class RowParallelLinear(_Layer):
         Returns:
             The replicated output ``(..., out_features)``.
         """
-        if not self.input_is_parallel:
-            input_ = scatter(input_, self.group, -1)
-        output = reduce_from_tp_region(F.linear(input_, self.weight), self.group)
+        output = self.project(input_, self.group)
         # The bias is replicated, so it is added after the all-reduce.
         if self.bias is not None:
             output = output + self.bias
@@ -392,45 +348,3 @@ class ParallelEmbedding(_Embedding):
         """Return the replicated embeddings ``(..., embedding_dim)`` of replicated ids."""
         local_embeddings = F.embedding(input_, self.weight, self.padding_idx, sparse=self.sparse)
         return gather(local_embeddings, self.group, -1)
-
-
-# --- upstream's import paths ---------------------------------------------------------------------
-
-_UPSTREAM = "fairscale.nn.model_parallel"
-_SUBMODULES = ("cross_entropy", "initialize", "layers", "mappings", "utils")
-
-# This module serves as every submodule of upstream's package, because they share the variables. It
-# is an attribute of itself under their names, and importable under these names.
-cross_entropy = initialize = layers = mappings = utils = sys.modules[__name__]
-for _name in _SUBMODULES:
-    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
-
-
-def _replace(module: ModuleType) -> dict[str, object]:
-    """Use upstream's variables from now on, and return the replacements of its functions."""
-    for name in _model_parallel.state.names:
-        # Variables of later sources do not exist in the published release.
-        if name not in vars(module):
-            _patch.set(vars(module), name, None)
-    _model_parallel.attach(module)
-    return {
-        "initialize_model_parallel": initialize_model_parallel,
-        "destroy_model_parallel": destroy_model_parallel,
-        # Upstream's function is right only if model-parallel ranks are neighbors.
-        "get_model_parallel_src_rank": get_model_parallel_src_rank,
-    }
-
-
-def _attach_to_this_module() -> None:
-    """Use the variables of this module from now on, instead of upstream's."""
-    _model_parallel.attach(sys.modules[__name__])
-
-
-_patch = Patch(
-    f"{_UPSTREAM}.initialize",
-    _replace,
-    dict.fromkeys([_UPSTREAM, *(f"{_UPSTREAM}.{name}" for name in _SUBMODULES)], __name__),
-    _attach_to_this_module,
-)
-install = _patch.install
-uninstall = _patch.uninstall

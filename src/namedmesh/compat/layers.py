@@ -1,6 +1,6 @@
-"""Parallel layers and their loss, shared by all compatibility layers.
+"""Parallel layers, mappings and the loss, once for all compatibility layers.
 
-Legacy code reads ``weight.shape`` as the shape of the local shard, and sets attributes on
+The classes of each legacy API are subclasses with its arguments. Legacy code reads ``weight.shape`` as the shape of the local shard, and sets attributes on
 parameters. Parameters are therefore plain tensors and not DTensors. A layer keeps the group that it
 was created with. A size that the ranks of the group do not divide raises a ContractError.
 """
@@ -15,7 +15,15 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.tensor_parallel.collectives import Group, split
+from namedmesh.tensor_parallel.collectives import (
+    Group,
+    copy_to_tp_region,
+    enter_tp_region,
+    exit_tp_region,
+    gather,
+    reduce_from_tp_region,
+    split,
+)
 from namedmesh.tensor_parallel.loss import rows_cross_entropy, target_problems
 
 __all__ = [
@@ -85,6 +93,35 @@ def scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
     """
     check_even(tensor, dim, group.size)
     return split(tensor, group, dim)
+
+
+def sum_partial(partial: Tensor, group: Group, dim: int | None) -> Tensor:
+    """Forward: all-reduce, or reduce-scatter along ``dim``. Backward: identity, or all-gather.
+
+    Raises:
+        ContractError: the dim cannot be split into equal shards.
+    """
+    if dim is not None:
+        check_even(partial, dim, group.size)
+    return exit_tp_region(partial, group, dim)
+
+
+REGIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "copy_to": (copy_to_tp_region, ()),
+    "reduce_from": (reduce_from_tp_region, ()),
+    "scatter_to": (scatter, (-1,)),
+    "gather_from": (gather, (-1,)),
+}
+"""The mappings of a tensor-parallel region, by the start of their legacy names.
+
+Each is a function of a tensor and a group, and has the dim that it shards as a further argument.
+Results are new tensors: selective activation checkpointing may have kept the inputs.
+"""
+
+
+def describe_region(function: Callable[..., Tensor]) -> str:
+    """Return the docstring of a mapping: the first lines of the docstring of its function."""
+    return (function.__doc__ or "").partition("\n\n")[0]
 
 
 def split_tensor_along_last_dim(
@@ -240,6 +277,64 @@ class ParallelLayer(nn.Module):
             return
         zeros = torch.zeros(self._local_shape[0], dtype=self.params_dtype, device=self.params_device)
         self.register_parameter("bias", nn.Parameter(zeros))
+
+
+class ColumnLayer(ParallelLayer):
+    """Base class of linear layers with sharded output features."""
+
+    def project(
+        self,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        gather_output: bool,
+        sequence_dim: int | None = None,
+        communicates_input: bool = True,
+    ) -> Tensor:
+        """Apply the layer.
+
+        Forward: identity, or all-gather along ``sequence_dim``; with ``gather_output`` also
+        all-gather of the features. Backward: all-reduce, or reduce-scatter, of the input's gradient.
+
+        Args:
+            input_: the replicated input, or its shard along ``sequence_dim``.
+            weight: the local shard of the weight.
+            bias: the local shard of the bias.
+            gather_output: whether the output is replicated.
+            sequence_dim: the dim along which the input is sharded.
+            communicates_input: False if the caller communicates the input and its gradient.
+        """
+        if communicates_input:
+            input_ = enter_tp_region(input_, self.group, sequence_dim)
+        output = F.linear(input_, weight, bias)
+        return gather(output, self.group, -1) if gather_output else output
+
+
+class RowLayer(ParallelLayer):
+    """Base class of linear layers with sharded input features.
+
+    Attributes:
+        input_is_parallel: whether the input is a local shard. A replicated input is sharded.
+    """
+
+    dim = 1
+    input_is_parallel: bool
+
+    def project(self, input_: Tensor, group: Group, *, sequence_dim: int | None = None) -> Tensor:
+        """Apply the layer without its bias, which is replicated.
+
+        Forward: all-reduce of the output, or reduce-scatter along ``sequence_dim``. Backward:
+        identity, or all-gather.
+
+        Args:
+            input_: the local shard of the features, or the replicated input.
+            group: the ranks across which the output is summed.
+            sequence_dim: the dim along which the output is sharded.
+        """
+        if not self.input_is_parallel:
+            input_ = scatter(input_, self.group, -1)
+        return sum_partial(F.linear(input_, self.weight), group, sequence_dim)
 
 
 class VocabEmbedding(ParallelLayer):

@@ -1,7 +1,8 @@
 """Install a compatibility layer: the mechanism behind ``install()``.
 
-If the upstream library is installed, the functions that create its groups are replaced, and its own
-accessors return groups of our meshes. If it is not, our fallback can be imported under its name.
+If the upstream library can be imported, installed or vendored, the functions that create its groups
+are replaced by functions that run them on the groups of a mesh. If it cannot, our fallback can be
+imported under its name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -21,12 +23,9 @@ UPSTREAM = {
     "megatron": "megatron.core.parallel_state",
     "deepspeed": "deepspeed.runtime.pipe.topology",
     "fairscale": "fairscale.nn.model_parallel.initialize",
-    "ezpz": "",
+    "ezpz": "ezpz.tp",
 }
-"""The compatibility layers that can be installed, with the upstream module of each.
-
-ezpz is not published with this interface, so our fallback is always used.
-"""
+"""The compatibility layers that can be installed, with the upstream module of each."""
 
 
 @dataclass
@@ -35,41 +34,45 @@ class Patch:
 
     Args:
         module: the upstream module with the variables, such as ``"megatron.core.parallel_state"``.
-        replace: takes the imported module and returns the replacements of its functions and
-            classes, by name. None if our fallback is always used.
+        replace: takes the imported module and returns the replacements of its functions, by name.
         fallbacks: the name of our module for each name of an upstream module.
         restore: called by :meth:`uninstall` before everything else.
     """
 
     module: str
-    replace: Callable[[ModuleType], Mapping[str, object]] | None
+    replace: Callable[[ModuleType], Mapping[str, object]]
     fallbacks: Mapping[str, str]
     restore: Callable[[], None] = lambda: None
     installed: bool = field(default=False, init=False)
     _undo: ExitStack = field(default_factory=ExitStack, init=False)
 
-    def install(self) -> None:
+    def install(self, module: str | None = None) -> None:
         """Let upstream use the groups of our meshes. Call it first, and bind meshes afterwards.
 
-        If upstream is installed, it is imported, and the functions that create its groups are
-        replaced, also in modules that have imported them already. If it is not, our fallback can be
+        If upstream can be imported, installed or vendored, the functions that create its groups are
+        replaced, also in modules that have imported them already. If it cannot, our fallback can be
         imported under its names. A second call does nothing.
 
         megatron-core 0.14 to 0.19, DeepSpeed 0.19 and fairscale 0.4.13 are tested. It warns once
-        about other releases.
+        about other releases, which use the same mechanism.
+
+        Args:
+            module: the name of another module with upstream's functions, such as the ``mpu`` of a
+                program; by default upstream's own.
         """
         if self.installed:
             return
-        if self.replace is not None and is_installed(self.module):
-            module = import_module(self.module)
-            warn_if_untested(self.module)
-            self._replace_everywhere(module, self.replace(module))
+        name = module or self.module
+        if is_installed(name):
+            imported = import_module(name)
+            warn_if_untested(name)
+            self._replace_everywhere(imported, self.replace(imported))
         else:
-            for name, our_name in self.fallbacks.items():
-                self.set(sys.modules, name, import_module(our_name))
+            for upstream_name, our_name in self.fallbacks.items():
+                self.set(sys.modules, upstream_name, import_module(our_name))
             # The packages around the names may import our modules, so all of these come first.
-            for name in self.fallbacks:
-                self._add_to_package(name)
+            for upstream_name in self.fallbacks:
+                self._add_to_package(upstream_name)
         self._undo.callback(self.restore)
         self.installed = True
 
@@ -97,7 +100,8 @@ class Patch:
         # Functions are found by identity: code may have imported them under any name.
         replacement_of: dict[int, object] = {}
         for name, replacement in replacements.items():
-            replacement_of[id(getattr(module, name))] = replacement
+            if hasattr(module, name):  # a fork may lack a function
+                replacement_of[id(getattr(module, name))] = replacement
         for holder in list(sys.modules.values()):
             namespace = getattr(holder, "__dict__", {})
             for name, value in list(namespace.items()):
@@ -114,6 +118,8 @@ class Patch:
             import_module(package)
         else:
             empty = ModuleType(package, f"Replaces {package}, which is not installed.")
+            # Code that asks whether the package is installed looks at its specification.
+            empty.__spec__ = ModuleSpec(package, None, is_package=True)
             empty.__path__ = []
             self.set(sys.modules, package, empty)
             self._add_to_package(package)
@@ -134,15 +140,3 @@ def is_installed(name: str) -> bool:
         if not is_around:
             raise
         return False
-
-
-def reload_fresh(module: ModuleType) -> ModuleType:
-    """Return another copy of a module, with the values of its variables right after import.
-
-    Args:
-        module: the module. It is not changed.
-    """
-    spec: Any = spec_from_file_location(module.__name__, module.__file__)
-    fresh = module_from_spec(spec)
-    spec.loader.exec_module(fresh)
-    return fresh

@@ -1,33 +1,28 @@
 """The module-level variables of a legacy API, with separate values for each mesh.
 
 Megatron, fairscale, ezpz and DeepSpeed keep their groups in module-level variables, which legacy
-code reads and assigns. The module is our own or, after ``install()``, upstream's, whose accessors
-then return our groups. The functions at the end of this file map the axes of a legacy API to the
-axes of a mesh, which may lack some and may have ``dp_replicate`` and ``dp_shard`` instead of
-``dp``.
+code reads and assigns. The module is our own or upstream's, installed or vendored. Functions fill
+the variables inside of :func:`namedmesh.share_groups`, so that they get the groups of a mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import ast
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
-from functools import partial
+from inspect import getsource
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from namedmesh import current
-from namedmesh._internal import agree_on_call, get_groups
-from namedmesh._torch import add_default_group_finalizer
 from namedmesh.axes import DENSE_AXES, LEGACY_AXES
-from namedmesh.compat import ContractError
+from namedmesh.compat.errors import ContractError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
-from namedmesh.groups import describe_group_cache
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
+from namedmesh.sharing import share_groups
 
 
 class State:
@@ -43,14 +38,10 @@ class State:
     Args:
         api: the name of the legacy API, for messages.
         initialize: the name of its function that makes a mesh, for messages.
-        module: the module. Its variables are the private names that are None, a list or a dict at
-            import.
-        at_import: the module as it is right after its import; by default as it is now.
-        more: the names of further variables.
+        module: the module.
+        empty: the value of each variable at import, by name.
 
     Attributes:
-        empty: the values at import, by name.
-        names: the names of the variables.
         values: for each mesh that was bound or selected, and for None (no mesh), the values of the
             variables by name.
         requests: the options with which each mesh was bound.
@@ -59,22 +50,11 @@ class State:
         owned: the mesh that the legacy API's own function made.
     """
 
-    def __init__(
-        self,
-        api: str,
-        initialize: str,
-        module: ModuleType,
-        at_import: ModuleType | None = None,
-        more: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, api: str, initialize: str, module: ModuleType, empty: Mapping[str, Any]) -> None:
         self.api = api
         self.initialize = initialize
         self.module = module
-        self.empty: dict[str, Any] = {}
-        for name, value in vars(at_import or module).items():
-            if name in more or _is_variable(name, value):
-                self.empty[name] = value
-        self.names = tuple(self.empty)
+        self.empty = dict(empty)
         self.values: dict[NamedMesh | None, dict[str, Any]] = {None: self._read()}
         self.requests: dict[NamedMesh, object] = {}
         self.shown: NamedMesh | None = None
@@ -84,33 +64,32 @@ class State:
 
     def _read(self) -> dict[str, Any]:
         """Return the current values of the module's variables, by name."""
-        return {name: vars(self.module)[name] for name in self.names}
+        return {name: vars(self.module)[name] for name in self.empty}
 
     def _write(self, values: Mapping[str, Any]) -> None:
         """Set the module's variables; those that ``values`` lacks get their value at import."""
         vars(self.module).update({**_copy_containers(self.empty), **values})
 
-    def run_initializer(self, initialize: Callable[[], object], **functions: Any) -> dict[str, Any]:
-        """Run upstream's initialization, and return the values that it assigned to the variables.
+    def fill(self, mesh: NamedMesh, initialize: Callable[[], object]) -> dict[str, Any]:
+        """Run a function that fills the variables with groups, and return their values.
 
         Afterwards the variables have their previous values again.
+        Collective: every rank must call it.
 
         Args:
-            initialize: upstream's function. It sees the variables as if there were no other mesh.
-            **functions: functions of the module that are replaced during this call.
+            mesh: the mesh whose groups the function gets from torch.
+            initialize: the function. It sees the variables as if there were no other mesh.
         """
-        module = vars(self.module)
         before = self._read()
-        for name in functions:
-            before[name] = module[name]
-        # Without a mesh, a variable that was assigned by hand keeps its value, as it does upstream.
-        self._write({} if self.shown else _copy_containers(self._read()))
-        module.update(functions)
+        # Without a mesh, a variable that was assigned by hand keeps its value, as it does upstream. Lists
+        # and dicts are copied, because upstream fills them in place.
+        self._write({} if self.shown else _copy_containers(before))
         try:
-            initialize()
+            with share_groups(mesh, keep_timeouts=True):
+                initialize()
             return self._read()
         finally:
-            module.update(before)
+            self._write(before)
 
     def bind_with_values(
         self, mesh: NamedMesh, values: Mapping[str, Any], request: object = None, *, owned: bool = False
@@ -129,8 +108,6 @@ class State:
             self._write(values)
         if owned:
             self.owned = mesh
-        # The variables hold groups, which destroy_process_group() has to end with their threads.
-        add_default_group_finalizer(partial(self.update_shown, mesh))
         return self.bind(mesh)
 
     def bind(self, mesh: NamedMesh) -> Bound:
@@ -152,19 +129,6 @@ class State:
             )
         return self.shown
 
-    def find_blocking_mesh(self) -> NamedMesh | None:
-        """Return a mesh that is bound, selected or owned: with one, no other can be initialized."""
-        return self.owned or self.bound or self.shown
-
-    def check_uninitialized(self) -> None:
-        """Raise if the legacy API has a mesh already, or if another mesh is selected."""
-        mesh = self.find_blocking_mesh()
-        if mesh is not None:
-            raise ContractError(
-                f"{self.api} is already initialized, for {mesh.layout}; call the function that destroys it first, "
-                "or bind another mesh in addition with bind(mesh)"
-            )
-
     def unbind(self) -> None:
         """End the binding of the mesh that is bound. The mesh stays open, with its groups."""
         if self.bound is not None:
@@ -185,7 +149,7 @@ class State:
     def update_shown(self, closed: NamedMesh | None = None) -> None:
         """Set the variables for the mesh that is selected or bound now, and store the old values.
 
-        Called after a mesh was selected, bound or closed.
+        Called after a mesh was selected, bound or closed, or its groups were destroyed.
 
         Args:
             closed: the mesh that was closed, if that is the reason of the call.
@@ -204,17 +168,11 @@ class State:
 
 
 def _copy_containers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of variables, with lists and dicts copied: upstream fills them in place."""
+    """Return values of variables, with lists and dicts copied."""
     copies = {}
     for name, value in values.items():
         copies[name] = copy(value) if isinstance(value, (list, dict)) else value
     return copies
-
-
-def _is_variable(name: str, value: object) -> bool:
-    """Return whether a name of a module is a variable that upstream fills."""
-    is_private = name.startswith("_") and not name.startswith("__")
-    return is_private and (value is None or isinstance(value, (list, dict)))
 
 
 class Bound:
@@ -225,17 +183,93 @@ class Bound:
 
     def __init__(self, state: State, mesh: NamedMesh, before: NamedMesh | None) -> None:
         self.mesh = mesh
-        self._state = state
-        self._before = before
+        self._ends = [(state, before)]
+
+    def add(self, other: Bound) -> None:
+        """Let the block end another binding of the same mesh, too.
+
+        Args:
+            other: the binding to another module.
+        """
+        self._ends += other._ends
 
     def __enter__(self) -> NamedMesh:
         return self.mesh.__enter__()
 
     def __exit__(self, *_error: object) -> None:
-        state = self._state
-        if state.bound is self.mesh:  # a mesh that was bound in the block stays bound
-            state.bound = self._before if self._before in state.requests else None
+        for state, before in self._ends:
+            if state.bound is self.mesh:  # a mesh that was bound in the block stays bound
+                state.bound = before if before in state.requests else None
         self.mesh.__exit__(None, None, None)
+
+
+def read_variables(module: ModuleType, more: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the variables of a module that its functions fill, with their values at import.
+
+    The module may have filled them already, so their values come from its source.
+
+    Args:
+        module: the module. Its variables are the private names that are None, a list or a dict in
+            its source.
+        more: the names of further variables, which have a constant there.
+    """
+    variables = {}
+    for statement in ast.parse(getsource(module)).body:
+        targets: list[Any] = []
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            targets = [statement.target]
+        for target in targets:
+            name = getattr(target, "id", "")
+            is_private = name.startswith("_") and not name.startswith("__")
+            try:
+                value = ast.literal_eval(statement.value)  # type: ignore[attr-defined]
+            except (TypeError, ValueError):
+                continue  # it is computed
+            if name in more or (is_private and (value is None or isinstance(value, (list, dict)))):
+                variables[name] = value
+    return variables
+
+
+# --- the groups of a legacy API -----------------------------------------------------------------
+
+
+def find_mesh_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
+    """Return the axes of a layout that correspond to axes of a legacy API, in layout order.
+
+    An axis that the layout lacks has size 1 and does not appear.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> find_mesh_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
+        ('dp_replicate', 'dp_shard', 'tp')
+    """
+    return tuple(axis for axis in layout.axes if axis in axes or LEGACY_AXES.get(axis) in axes)
+
+
+def make_groups(layout: Layout, axes: Collection[str], **arguments: Any) -> Any:
+    """Make all groups over axes of a legacy API with ``new_group``, and return this rank's.
+
+    Inside of :func:`namedmesh.share_groups` they are the groups of the mesh.
+    Collective: every rank must call it.
+
+    Args:
+        layout: a layout of all ranks of the world.
+        axes: the axes, by the names that the legacy API gives them.
+        **arguments: further arguments of ``new_group``.
+    """
+    own = find_mesh_axes(layout, axes)
+    rank_sets: Iterable[Collection[int]] = [(rank,) for rank in layout.ranks]
+    if own:
+        rank_sets = layout.groups(*own)
+    local_group = None
+    # torch requires every rank to make every group, also those that it is not in.
+    for ranks in rank_sets:
+        group = dist.new_group(list(ranks), **arguments)
+        if dist.get_rank() in ranks:
+            local_group = group
+    return local_group
 
 
 def check_default_group(or_call: str = "torch.distributed.init_process_group()") -> None:
@@ -258,64 +292,6 @@ def check_open(mesh: object, call: str) -> None:
         )
     if mesh.closed:
         raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
-
-
-# --- the groups of a legacy API ------------------------------------------------------------------------------
-
-
-def find_mesh_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
-    """Return the axes of a layout that correspond to axes of a legacy API, in layout order.
-
-    An axis that the layout lacks has size 1 and does not appear.
-
-    Example:
-        >>> from namedmesh import Layout
-        >>> find_mesh_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
-        ('dp_replicate', 'dp_shard', 'tp')
-    """
-    return tuple(axis for axis in layout.axes if axis in axes or LEGACY_AXES.get(axis) in axes)
-
-
-def get_or_create_group(mesh: NamedMesh, axes: Collection[str]) -> tuple[ProcessGroup, list[int]]:
-    """Return this rank's group over axes of a legacy API, and its global ranks.
-
-    Collective: every rank of the mesh must call it, as the group may have to be created.
-
-    Args:
-        mesh: the mesh.
-        axes: the axes, by the names that the legacy API gives them.
-    """
-    own = find_mesh_axes(mesh.layout, axes)
-    groups = get_groups(mesh)
-    if not own:
-        return groups.get_self_group(), [mesh.global_rank]
-    group = groups.get_or_create(mesh.layout, own, groups.get_options(own))
-    return group, list(mesh.layout.group(mesh.global_rank, *own))
-
-
-@contextmanager
-def agree_before_creation(
-    mesh: NamedMesh, call: str, request: Mapping[str, object] | None = None
-) -> Iterator[None]:
-    """Context manager in which groups of a mesh can be created.
-
-    On entry the ranks compare the mesh and the request, so that no rank creates other groups.
-    Collective: every rank of the mesh must enter it.
-
-    Args:
-        mesh: the mesh.
-        call: the call of the user, for messages.
-        request: further arguments of the call that must be equal on all ranks.
-
-    Raises:
-        MeshError: ``mesh`` is not an open NamedMesh.
-        AgreementError: a rank did not enter it, or with different arguments.
-    """
-    check_open(mesh, call)
-    with agree_on_call(mesh, call) as compare:
-        layouts = {"layout": repr(mesh.layout), "views": repr(mesh.views)}
-        compare({**layouts, **(request or {}), "groups that exist": describe_group_cache()})
-        yield
 
 
 def check_axes(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from difflib import unified_diff
+from functools import partial
 from multiprocessing import get_context
-from os import cpu_count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,10 @@ def _configure(parser: ArgumentParser) -> None:
         "the rest; git is the backup"
     )
     action.add_argument("--write", action="store_true", help=text)
+    text = "a module whose names are those of an API: megatron, fairscale or ezpz; may be repeated"
+    parser.add_argument("--module", action="append", default=[], metavar="NAME=API", help=text)
+    text = "a line that keeps everything from being certain, which you take upon yourself; may be repeated"
+    parser.add_argument("--accept", action="append", default=[], metavar="FILE:LINE", help=text)
     parser.add_argument("--force", action="store_true", help="write although git is no backup there")
 
 
@@ -58,36 +62,114 @@ def _run(arguments: Namespace) -> tuple[int, str]:
 
     if arguments.write and not arguments.force:
         _check_clean(arguments.paths)
-    # A file that is given twice, by itself and by its folder, is read once.
-    paths: dict[Path, None] = {}
-    for path in arguments.paths:
-        paths.update(dict.fromkeys(_list_modules(path)))
+    paths, problems = _list_files(arguments.paths)
+    modules = _parse_modules(arguments.module)
+    aliases = _find_aliases(paths) | modules
     files = []
-    problems = []
-    for result in _read_files(list(paths)):
+    for result in _read_files(paths, aliases):
         if isinstance(result, str):
             problems.append(result)
         elif result is not None:
             files.append(result)
-    program = Program(files, [str(path.resolve()) for path in paths])
+    program = Program(files, _parse_lines(arguments.accept), modules)
     rewrites = arguments.diff or arguments.write
     texts = []
     if rewrites:
         texts += [_rewrite_file(program, file, write=arguments.write) for file in files]
     # A rewritten use needs no line in the report: the diff shows it.
     texts.append(format_report(program, len(paths), shows_certain=not rewrites))
-    notebooks = sum(len(list(path.rglob("*.ipynb"))) for path in arguments.paths)
+    notebooks = len(_list_files(arguments.paths, ".ipynb")[0])
     if notebooks:
         texts.append(f"\n{format_count(notebooks, 'notebook')}: not read\n")
     texts += [f"{problem}\n" for problem in problems]
     return int(bool(problems)), "".join(texts)
 
 
-def _list_modules(path: Path) -> list[Path]:
-    """Return a module itself, or the modules in a folder; to read a pipe would wait for ever."""
-    if not path.is_dir():
-        return [path]
-    return [module for module in sorted(path.rglob("*.py")) if module.is_file()]
+def _list_files(given: Sequence[Path], suffix: str = ".py") -> tuple[list[Path], list[str]]:
+    """Return the files in the given folders, each of them once, and messages about others.
+
+    Links out of the folders are not followed: ``--write`` changes no file that was not given.
+    """
+    problems = []
+    # A file that is given twice, by itself and by its folder, is read once.
+    paths: dict[Path, None] = {}
+    roots = [path.resolve() for path in given]
+    for path in given:
+        if not path.is_dir():
+            found = [path] if suffix in {path.suffix, ".py"} else []
+        else:
+            found = []
+            for folder, _, names in os.walk(
+                path, onerror=lambda error: problems.append(f"{error}: not read")
+            ):
+                found += [Path(folder, name) for name in names if name.endswith(suffix)]
+        for file in sorted(found):
+            problem = _find_file_problem(file, roots)
+            if problem:
+                problems.append(f"{file}: not read: {problem}")
+            else:
+                paths[file] = None
+    return list(paths), problems
+
+
+def _find_file_problem(file: Path, roots: Sequence[Path]) -> str:
+    """Return why a file is not read; empty if it is."""
+    try:
+        target = file.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # a link to itself is a RuntimeError up to Python 3.12
+        return get_first_line(error)
+    if file.is_symlink() and not any(target.is_relative_to(root) for root in roots):
+        return f"a link to {target}, which was not given"
+    # A named pipe would wait for its writer.
+    return "" if target.is_file() else "not a regular file"
+
+
+def _find_aliases(paths: Sequence[Path]) -> dict[str, str]:
+    """Return the legacy names that modules of the program re-export, by their qualified names."""
+    from namedmesh.migrate.table import API_OF_MODULE
+    from namedmesh.migrate.uses import read_aliases, resolve
+
+    aliases: dict[str, str] = {}
+    ambiguous: set[str] = set()
+    for path in paths:
+        for name, target in read_aliases(path).items():
+            if aliases.setdefault(name, target) != target:
+                ambiguous.add(name)
+    for name in ambiguous:
+        del aliases[name]
+    legacy = {}
+    starts = tuple(f"{module}." for module in API_OF_MODULE)
+    for name in aliases:
+        target = resolve(name, aliases)
+        # A name without its module would stand for every name like it.
+        if "." in name and f"{target}.".startswith(starts):
+            legacy[name] = target
+    return legacy
+
+
+def _parse_modules(given: Sequence[str]) -> dict[str, str]:
+    """Return upstream's module for the name of each module that was given with --module."""
+    from namedmesh.migrate.table import APIS
+
+    modules = {api.name.lower(): api.modules[0] for api in APIS}
+    aliases = {}
+    for text in given:
+        name, _, api = text.partition("=")
+        if not name or api.lower() not in modules:
+            raise UsageError(f"--module {text} is not NAME=API, with one of the APIs {', '.join(modules)}")
+        aliases[name] = modules[api.lower()]
+    return aliases
+
+
+def _parse_lines(given: Sequence[str]) -> set[tuple[Path, int]]:
+    """Return the files and lines that were given with --accept."""
+    lines = set()
+    for text in given:
+        path, _, line = text.rpartition(":")
+        if not path or not line.isdecimal():
+            raise UsageError(f"--accept {text} is not FILE:LINE, as in the first line of the report")
+        lines.add((Path(path).resolve(), int(line)))
+    return lines
 
 
 def _rewrite_file(program: Program, file: FileUses, *, write: bool) -> str:
@@ -121,28 +203,18 @@ def _check_clean(paths: Sequence[Path]) -> None:
             raise UsageError(f"git says of {path}: {reason}Commit, or give --force to write anyway")
 
 
-def _read_files(paths: Sequence[Path]) -> Iterator[FileUses | str | None]:
+def _read_files(paths: Sequence[Path], aliases: Mapping[str, str]) -> Iterator[FileUses | str | None]:
     """Yield the result of :func:`read_file` for each file; many files are read in parallel."""
     from namedmesh.migrate.uses import read_file
 
-    workers = cpu_count() or 1
+    read = partial(read_file, aliases=aliases)
+    workers = os.cpu_count() or 1
     if len(paths) < _FEW_FILES or workers == 1:
-        yield from _show_progress(map(read_file, paths), len(paths))
+        yield from map(read, paths)
         return
     # New interpreters: a fork of a process with threads may hang.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from _show_progress(pool.map(read_file, paths, chunksize=8), len(paths))
-
-
-def _show_progress(results: Iterator[FileUses | str | None], total: int) -> Iterator[FileUses | str | None]:
-    """Yield the results, and show on a terminal how many there are already."""
-    is_terminal = sys.stderr.isatty()
-    for number, result in enumerate(results, 1):
-        if is_terminal:
-            sys.stderr.write(f"\r{number} of {total} files")
-        yield result
-    if is_terminal and total:
-        sys.stderr.write("\n")
+        yield from pool.map(read, paths, chunksize=8)
 
 
 def format_report(program: Program, file_count: int, *, shows_certain: bool) -> str:
@@ -155,7 +227,7 @@ def format_report(program: Program, file_count: int, *, shows_certain: bool) -> 
     """
     lines = [f"{name}: nothing is certain: {reason}." for name, reason in program.obstacles.items()]
     if lines:
-        lines += ["`namedmesh run` runs the program as it is, on a mesh.", ""]
+        lines += ["`namedmesh run` runs the program as it is, on the groups of a mesh if they fit.", ""]
     # A dict keeps the statements in order, each of them once.
     once: dict[str, None] = {}
     certain = 0
@@ -193,7 +265,7 @@ def _describe_initialization(program: Program, file: FileUses, source: str, advi
     text = f"{source} stays"
     layers = program.list_missing_layers(file)
     if layers:
-        text += f" behind {', '.join(f'{api.layer}.install()' for api in layers)}"
+        text += f" behind {', '.join(map(program.format_install, layers))}"
     text += "; by hand"
     if advice.doubt:
         text += f" ({advice.doubt})"

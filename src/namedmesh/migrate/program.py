@@ -10,57 +10,64 @@ replaced return the same groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
-
-from packaging.version import Version
 
 from namedmesh.migrate.table import APIS, Advice, LegacyApi
 from namedmesh.migrate.uses import FileUses, Use
 
-# The first release of megatron-core that `namedmesh.compat.megatron.install()` takes.
-_FIRST_MEGATRON = Version("0.14")
 _VIRTUAL_DOUBT = (
     "the program has virtual pipeline stages, which the default of ignore_virtual takes into account in "
     "megatron-core up to 0.12 and in copies of it; give ignore_virtual=True if they are to be ignored"
+)
+_ONE_PROCESS_DOUBT = (
+    "the program makes its groups under a condition only, and before them it returns a number, in one process "
+    "for example, where a mesh raises an error"
 )
 
 
 class Program:
     """All files of a program that name a legacy API.
 
-    Attributes:
+    Args:
         files: the uses of legacy APIs in each file.
+        accepted: the file and the line of obstacles that do not count.
+        modules: the APIs of modules of the program, such as its own ``mpu``: upstream's module by
+            the name of the program's.
+
+    Attributes:
+        files: the argument.
         obstacles: by legacy API, the reason why none of its uses can be replaced in this program.
         has_virtual: whether the program has virtual pipeline stages, or may have.
     """
 
-    def __init__(self, files: Sequence[FileUses], paths: Sequence[str]) -> None:
+    def __init__(
+        self,
+        files: Sequence[FileUses],
+        accepted: Collection[tuple[Path, int]] = frozenset(),
+        modules: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.files = files
+        self.accepted = accepted
+        self.modules = modules
         self.has_virtual = any(file.has_virtual for file in files)
         self.obstacles: dict[str, str] = {}
         self._uses = list(chain.from_iterable(file.uses for file in files))
         names = {use.api for use in self._uses}
         for api in APIS:
-            obstacle = self._find_obstacle(api, paths) if api.name in names else ""
+            obstacle = self._find_obstacle(api) if api.name in names else ""
             if obstacle:
                 self.obstacles[api.name] = obstacle
 
-    def _find_obstacle(self, api: LegacyApi, paths: Sequence[str]) -> str:
+    def _find_obstacle(self, api: LegacyApi) -> str:
         """Return why no use of a legacy API can be replaced in this program; empty if some can."""
-        # A vendored copy keeps its own variables, which no compatibility layer fills.
-        for path in paths:
-            if path.replace("\\", "/").endswith(api.source):
-                return f"{path} is a copy of {api.name} that the program has instead of a release"
-        if api.name == "Megatron":
-            problem = _find_release_problem()
-            if problem:
-                return problem
         for file in self.files:
-            if api.name in file.obstacles:
-                return file.obstacles[api.name]
+            for line, text in file.obstacles.get(api.name, {}).items():
+                if (file.path.resolve(), line) not in self.accepted:
+                    return f"{text}; --accept {file.path}:{line} takes it upon yourself"
         # The groups of a legacy API are made by its own call, or by a compatibility layer.
         with_groups: set[str] = set()
         for file in self.files:
@@ -83,7 +90,19 @@ class Program:
             return advice._replace(doubt="nothing is certain in this program")
         if advice.needs_no_virtual and self.has_virtual:
             return advice._replace(doubt=_VIRTUAL_DOUBT)
+        if advice.needs_groups and not self._always_makes_groups(use.api):
+            return advice._replace(doubt=_ONE_PROCESS_DOUBT)
         return advice
+
+    def _always_makes_groups(self, api: str) -> bool:
+        """Return whether every run of the program makes the groups of a legacy API."""
+        for file in self.files:
+            if api in file.installed:
+                return True
+            for function in file.always_initialized.get(api, ()):
+                if not any(function in other.calls_in_conditions for other in self.files):
+                    return True
+        return False
 
     def is_replaced(self, use: Use) -> bool:
         """Return whether a use is replaced when the program is rewritten."""
@@ -96,6 +115,11 @@ class Program:
             return []
         names = file.initialized.keys() - file.installed - self.obstacles.keys()
         return [api for api in APIS if api.name in names]
+
+    def format_install(self, api: LegacyApi) -> str:
+        """Return the call that installs the layer of an API, for the program's own module of it."""
+        own = [f'"{name}"' for name, upstream in self.modules.items() if upstream in api.modules]
+        return f"{api.layer}.install({', '.join(own[:1])})"
 
     def rewrite(self, file: FileUses) -> bytes:
         """Return the source of a file with all certain replacements.
@@ -118,7 +142,7 @@ class Program:
             for start in sorted(set(file.initialized[api.name])):
                 line_start = file.source.rfind(b"\n", 0, start) + 1
                 indent = file.source[line_start:start]
-                edits.append((start, start, f"{api.layer}.install()".encode() + newline + indent))
+                edits.append((start, start, self.format_install(api).encode() + newline + indent))
         if imports:
             edits.append(_make_import_edit(file, imports, newline))
         written = file.source
@@ -141,17 +165,3 @@ def _make_import_edit(file: FileUses, names: Sequence[str], newline: bytes) -> E
     for name in names:
         lines += f"import {name}".encode() + newline
     return file.imports_end, file.imports_end, lines
-
-
-def _find_release_problem() -> str:
-    """Return why the installed megatron-core has no compatibility layer; empty if it has one."""
-    try:
-        installed = version("megatron-core")
-    except PackageNotFoundError:
-        return ""
-    if Version(installed) < _FIRST_MEGATRON:
-        return (
-            f"megatron-core {installed} is installed here, and namedmesh.compat.megatron.install() takes "
-            f"{_FIRST_MEGATRON} or later"
-        )
-    return ""

@@ -1,4 +1,4 @@
-"""Calls of Megatron's and fairscale's parallel state, and equivalent calls of a mesh.
+"""Calls of Megatron's, fairscale's and ezpz's groups, and equivalent calls of a mesh.
 
 The rows are data; a test compares each of them with upstream. In a replacement, ``mesh`` is the
 mesh, and ``{axes}`` are the axes that the flags of a call choose.
@@ -29,12 +29,15 @@ class Advice(NamedTuple):
         once: statements that every rank runs once before it.
         doubt: why the use is not replaced automatically; empty if it can be.
         needs_no_virtual: whether the replacement is right only without virtual pipeline stages.
+        needs_groups: whether the replacement is right only after the groups were made: before, the
+            legacy function returns a number, and a mesh raises an error.
     """
 
     new: str
     once: tuple[str, ...] = ()
     doubt: str = ""
     needs_no_virtual: bool = False
+    needs_groups: bool = False
 
 
 class Row(NamedTuple):
@@ -47,12 +50,16 @@ class Row(NamedTuple):
         depends_on_virtual: whether the legacy function takes virtual pipeline stages into account
             unless ``ignore_virtual=True`` is given. It does so by default up to megatron-core 0.12
             and in many vendored copies; from 0.13 on the default is True.
+        answers_before: whether the legacy function returns a number before the groups are made.
+        doubt: why no use is replaced automatically; empty if some are.
     """
 
     new: str
     axes: dict[tuple[str, ...], tuple[str, ...]]
     parameters: tuple[str, ...] = ()
     depends_on_virtual: bool = False
+    answers_before: bool = False
+    doubt: str = ""
 
     def advise(self, arguments: Arguments = ()) -> Advice:
         """Return the replacement of a call with some arguments.
@@ -63,7 +70,7 @@ class Row(NamedTuple):
         """
         given = list_unusual_arguments(arguments, self.parameters)
         axes = self.axes.get(tuple(given))
-        doubt = ""
+        doubt = self.doubt
         if axes is None or {*given.values()} - {"True"}:
             # Flags that are variables: the group without flags is the best advice for a person.
             axes = self.axes[()]
@@ -79,7 +86,7 @@ class Row(NamedTuple):
             doubt = "every rank has to run a statement once before"
         says_ignore = ("ignore_virtual", "True") in arguments or arguments[:1] == [("", "True")]
         needs_no_virtual = self.depends_on_virtual and not says_ignore
-        return Advice(self.new.format(axes=quoted), tuple(once), doubt, needs_no_virtual)
+        return Advice(self.new.format(axes=quoted), tuple(once), doubt, needs_no_virtual, self.answers_before)
 
 
 def list_unusual_arguments(arguments: Arguments, parameters: Sequence[str]) -> dict[str, str]:
@@ -134,6 +141,7 @@ def _make_rows(groups: Sequence[GroupSpec], suffix: str = "") -> dict[str, Row]:
     return rows
 
 
+_NO_SP = "the mesh needs an axis sp, which Megatron's initialization does not make"
 MEGATRON = _make_rows(LEGACY_APIS["megatron"].groups) | {
     "get_pipeline_model_parallel_first_rank": Row('mesh.ranks("pp")[0]', {(): ()}),
     "get_pipeline_model_parallel_last_rank": Row('mesh.ranks("pp")[-1]', {(): ()}),
@@ -141,11 +149,34 @@ MEGATRON = _make_rows(LEGACY_APIS["megatron"].groups) | {
     "get_pipeline_model_parallel_prev_rank": Row('mesh.prev("pp")', {(): ()}),
     "is_pipeline_first_stage": Row('mesh.is_first("pp")', {(): ()}, _STAGE, depends_on_virtual=True),
     "is_pipeline_last_stage": Row('mesh.is_last("pp")', {(): ()}, _STAGE, depends_on_virtual=True),
+    # Megatron-DeepSpeed has DeepSpeed's sequence parallelism.
+    "get_sequence_parallel_group": Row("mesh.group({axes})", {(): ("sp",)}, doubt=_NO_SP),
+    "get_sequence_parallel_world_size": Row("mesh.size({axes})", {(): ("sp",)}, doubt=_NO_SP),
+    "get_sequence_parallel_rank": Row("mesh.rank({axes})", {(): ("sp",)}, doubt=_NO_SP),
 }
 """The names of Megatron's ``parallel_state``. A name that is not here stays."""
 MEGATRON["get_data_parallel_group"] = MEGATRON["get_data_parallel_group"]._replace(parameters=_WITH_CP)
 FAIRSCALE = _make_rows(LEGACY_APIS["fairscale"].groups, "_parallel")
 """The names of fairscale's ``nn.model_parallel.initialize``."""
+EZPZ = _make_rows(LEGACY_APIS["ezpz"].groups, "_parallel")
+"""The names of ``ezpz.tp``."""
+
+# Without torch's default group Megatron returns 0 for these kinds, so that tools run in one process.
+_ZERO_BEFORE: tuple[str, ...] = (
+    "data_parallel",
+    "context_parallel",
+    "expert_model_parallel",
+    "expert_data_parallel",
+)
+_ZERO_BEFORE += ("tensor_and_context_parallel", "expert_tensor_and_model_parallel")
+for _kind in _ZERO_BEFORE:
+    for _use in ("rank", "world_size"):
+        _name = f"get_{_kind}_{_use}"
+        MEGATRON[_name] = MEGATRON[_name]._replace(answers_before=True)
+# A program without tensor parallelism does not initialize ezpz, which describes one rank then.
+for _use in ("rank", "world_size", "src_rank"):
+    _name = f"get_tensor_parallel_{_use}"
+    EZPZ[_name] = EZPZ[_name]._replace(answers_before=True)
 
 
 class LegacyApi(NamedTuple):
@@ -158,6 +189,8 @@ class LegacyApi(NamedTuple):
     """The module of namedmesh with ``install()`` and ``bind()``."""
     source: str
     """The end of the path of upstream's own file, by which a vendored copy is found."""
+    initializer: str = "initialize_model_parallel"
+    """The function that makes the groups."""
 
 
 _UPSTREAM = "fairscale.nn.model_parallel"
@@ -176,6 +209,14 @@ APIS = (
         "namedmesh.compat.fairscale",
         "fairscale/nn/model_parallel/initialize.py",
     ),
+    LegacyApi(
+        "ezpz",
+        ("ezpz.tp", "namedmesh.compat.ezpz.tp", "namedmesh.compat.ezpz"),
+        EZPZ,
+        "namedmesh.compat.ezpz",
+        "ezpz/tp/__init__.py",
+        "initialize_tensor_parallel",
+    ),
 )
 API_OF_MODULE = {module: api for api in APIS for module in api.modules}
 """The legacy API of each module that has its names."""
@@ -186,6 +227,12 @@ _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 # The parameters of initialize_model_parallel that are sizes, in the order of the mesh's axes.
 _SIZES = {"pp": _PP, "dp": "", "cp": "context_parallel_size", "tp": _TP}
 _FAIRSCALE_SIZES = {"dp": "", "pp": "pipeline_length", "tp": "model_parallel_size_"}
+_EZPZ_SIZES = {
+    "dp": "",
+    "pp": "pipeline_parallel_size",
+    "cp": "context_parallel_size",
+    "tp": "tensor_parallel_size",
+}
 # The parameters that change no rank of any group, and that Megatron's `bind` takes as they are.
 _BOUND = (VIRTUAL, "create_gloo_process_groups", "get_embedding_ranks", "get_position_embedding_ranks")
 
@@ -204,8 +251,9 @@ def initialize(module: str, arguments: Arguments) -> Advice:
         'namedmesh.compat.megatron.bind(namedmesh.init_mesh(pp=4, dp=-1, cp=1, tp=2))'
     """
     api = API_OF_MODULE[module]
-    sizes = _FAIRSCALE_SIZES if api.name == "fairscale" else _SIZES
-    given = list_unusual_arguments(arguments, (sizes["tp"], sizes["pp"], VIRTUAL))
+    sizes = {"fairscale": _FAIRSCALE_SIZES, "ezpz": _EZPZ_SIZES}.get(api.name, _SIZES)
+    third = sizes["cp"] if api.name == "ezpz" else VIRTUAL
+    given = list_unusual_arguments(arguments, (sizes["tp"], sizes["pp"], third))
     once = []
     doubts = []
     written = {}
@@ -225,7 +273,7 @@ def initialize(module: str, arguments: Arguments) -> Advice:
     return Advice(new, tuple(once), "; ".join(doubts))
 
 
-def advise(module: str, name: str, arguments: Arguments) -> Advice | None:
+def advise(module: str, name: str, arguments: Arguments) -> Advice | None:  # noqa: PLR0911  one for each kind
     """Return the replacement of a use of a name; None if it belongs to no legacy API.
 
     Args:
@@ -237,8 +285,19 @@ def advise(module: str, name: str, arguments: Arguments) -> Advice | None:
     if api is None:  # perhaps re-exported by a module of the program itself, which is not followed
         if "parallel" not in name.lower():
             return None
-        row = MEGATRON.get(name) or FAIRSCALE.get(name)
-        return None if row is None else row.advise(arguments)
+        rows = [table[name] for table in (MEGATRON, FAIRSCALE, EZPZ) if name in table]
+        if not rows:
+            return None
+        advices = list(dict.fromkeys(row.advise(arguments).new for row in rows))
+        if len(advices) == 1:
+            return rows[0].advise(arguments)
+        # gpt-neox, SwissArmyTransformer and metaseq have fairscale's meaning.
+        megatron, fairscale = advices
+        doubt = (
+            f"{module} is not followed, and the name has two meanings: {fairscale} in fairscale and in most "
+            f"modules of programs, {megatron} in megatron.core; look it up, and give --module {module}=API"
+        )
+        return Advice(f"{fairscale} or {megatron}", doubt=doubt)
     # A legacy name without a row is reported, too: it has to be replaced by hand, or stays.
     if name in api.rows:
         return api.rows[name].advise(arguments)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import libcst as cst
@@ -19,6 +21,7 @@ from namedmesh.errors import get_first_line
 from namedmesh.migrate.table import (
     API_OF_MODULE,
     APIS,
+    EZPZ,
     FAIRSCALE,
     MEGATRON,
     VIRTUAL,
@@ -29,17 +32,19 @@ from namedmesh.migrate.table import (
     initialize,
 )
 
-_TABLE_NAMES = {*MEGATRON, *FAIRSCALE}
+_TABLE_NAMES = {*MEGATRON, *FAIRSCALE, *EZPZ}
 # A file that holds none of these names uses none of the legacy APIs, and is not parsed.
-_MARKS = re.compile(rf"\b(?:parallel_state|mpu|fairscale|{'|'.join(sorted(_TABLE_NAMES))})\b".encode())
+_MARKS = re.compile(rf"\b(?:parallel_state|mpu|fairscale|ezpz|{'|'.join(sorted(_TABLE_NAMES))})\b".encode())
 # The modules from which an import is looked up, by their beginning or end.
-_LEGACY_IMPORT = re.compile(r"^(?:megatron|fairscale|namedmesh)\b|\b(?:parallel_state|mpu)$")
+_LEGACY_IMPORT = re.compile(r"^(?:megatron|fairscale|ezpz|namedmesh)\b|\b(?:parallel_state|mpu)$")
 _NAMEDMESH = metadata.QualifiedName("namedmesh", metadata.QualifiedNameSource.IMPORT)
-_INITIALIZE = "initialize_model_parallel"
 # The functions that make a compatibility layer answer, and its legacy API.
 _API_OF_INSTALLER = {f"{api.layer}.install": api.name for api in APIS}
 _API_OF_INSTALLER |= {f"{api.layer}.bind": api.name for api in APIS}
 _STAR = "its names cannot be followed: import those that are used, and run this command again"
+_MAX_RE_EXPORTS = 8
+_CONDITIONS = (ast.If, ast.While, ast.For, ast.IfExp, ast.ExceptHandler, ast.Match)
+_CST_CONDITIONS = (cst.If, cst.While, cst.For, cst.IfExp, cst.ExceptHandler, cst.Match)
 _HANDED_ON = "the module itself is passed on or asked by a computed name"
 
 
@@ -76,8 +81,12 @@ class FileUses:
         initialized: for each legacy API whose groups the file makes, the offsets in bytes before
             which the compatibility layer has to be installed.
         installed: the legacy APIs for which the file installs or binds a compatibility layer.
-        obstacles: for each legacy API, the first place where a mesh would return something else
-            than the program: a result that is changed by hand, or groups over a part of the world.
+        obstacles: for each legacy API, the places where a mesh would return something else than the
+            program, by their line: a result that is changed by hand, or groups over a part of the
+            world.
+        always_initialized: for each legacy API, the functions that make its groups in every run of
+            them; an empty name for the top of the file.
+        calls_in_conditions: the functions that the file calls under a condition only.
         has_virtual: whether the file asks for virtual pipeline stages, or may do so.
         has_namedmesh: whether the name ``namedmesh`` is imported at the top of the file.
         imports_end: the offset in bytes of the line after the first imports of the file.
@@ -88,14 +97,20 @@ class FileUses:
     uses: list[Use] = field(default_factory=list)
     initialized: dict[str, list[int]] = field(default_factory=dict)
     installed: set[str] = field(default_factory=set)
-    obstacles: dict[str, str] = field(default_factory=dict)
+    obstacles: dict[str, dict[int, str]] = field(default_factory=dict)
+    always_initialized: dict[str, set[str]] = field(default_factory=dict)
+    calls_in_conditions: set[str] = field(default_factory=set)
     has_virtual: bool = False
     has_namedmesh: bool = False
     imports_end: int = 0
 
 
-def read_file(path: Path) -> FileUses | str | None:
+def read_file(path: Path, aliases: Mapping[str, str] = MappingProxyType({})) -> FileUses | str | None:
     """Find the uses of legacy names in a file.
+
+    Args:
+        path: the file.
+        aliases: legacy names that modules of the program re-export, as :func:`resolve` takes them.
 
     Returns:
         The uses; None if the file names no legacy API; a message if the file cannot be read.
@@ -104,32 +119,137 @@ def read_file(path: Path) -> FileUses | str | None:
         source = path.read_bytes()
         if not _MARKS.search(source):
             return None
-        imports = _find_legacy_imports(ast.parse(source))
+        tree = ast.parse(source)
+        imports = _find_legacy_imports(tree, path, aliases)
+        # A file may only mention the names, in a comment for example. LibCST is slow.
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        if not imports and attributes.isdisjoint(_TABLE_NAMES):
+            return None
         wrapper = metadata.MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
-        finder = _Finder(path, source, wrapper.module, imports)
+        finder = _Finder(path, source, wrapper.module, imports, aliases)
         wrapper.visit(finder)
     except (OSError, SyntaxError, ValueError, cst.ParserSyntaxError) as error:
         return f"{path}: cannot be read: {get_first_line(error)}"
+    except (RecursionError, MemoryError):
+        return f"{path}: cannot be read: an expression is nested too deeply"
     finder.found.uses.sort(key=lambda use: use.start)
+    finder.found.calls_in_conditions = _find_conditional_calls(tree)
     return finder.found
 
 
-def _find_legacy_imports(tree: ast.Module) -> set[str]:
+def resolve(name: str, aliases: Mapping[str, str]) -> str:
+    """Return the name that a qualified name re-exports; the name itself if it is no alias.
+
+    Args:
+        name: the name, with its modules.
+        aliases: the name that each re-exported name stands for.
+    """
+    for _ in range(_MAX_RE_EXPORTS):
+        parts = name.split(".")
+        for end in range(len(parts), 0, -1):
+            target = aliases.get(".".join(parts[:end]))
+            if target is not None:
+                name = ".".join([target, *parts[end:]])
+                break
+        else:
+            break
+    return name
+
+
+def read_aliases(path: Path) -> dict[str, str]:
+    """Return the names that a file imports at its top, by their qualified names.
+
+    The qualified name begins with any part of the path, because it is not known which folder is
+    imported from. A file that cannot be read has none; :func:`read_file` reports it.
+    """
+    try:
+        source = path.read_bytes()
+        tree = ast.parse(source) if b"import" in source else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
+    module = name_module(path)
+    aliases = {}
+    for api in APIS:
+        # Inside of a vendored copy, it has a longer name.
+        if path.as_posix().endswith(f"/{api.source}"):
+            aliases[".".join(module)] = api.modules[0]
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            start = name_relative(path, node.level, node.module)
+            for alias in node.names:
+                target = f"{start}.{alias.name}"
+                for end in range(len(module)):
+                    aliases[".".join([*module[end:], alias.asname or alias.name])] = target
+    return aliases
+
+
+def name_module(path: Path) -> list[str]:
+    """Return the parts of the longest name that a file may have as a module."""
+    parts = [*path.resolve().with_suffix("").parts[1:]]
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def name_relative(path: Path, level: int, module: str | None) -> str:
+    """Return the qualified name of a module that a file imports.
+
+    Args:
+        path: the file.
+        level: the number of dots in front.
+        module: the name behind them.
+    """
+    if not level:
+        return module or ""
+    package = [*path.resolve().parent.parts[1:]]
+    package = package[: len(package) - level + 1]
+    return ".".join([*package, module] if module else package)
+
+
+def _find_conditional_calls(tree: ast.Module) -> set[str]:
+    """Return the names of the functions that a file calls under a condition only."""
+    called: dict[str, bool] = {}
+
+    def visit(node: ast.AST, is_conditional: bool) -> None:
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            called[name] = called.get(name, True) and is_conditional
+        if isinstance(node, _CONDITIONS) and not _is_neutral(ast.unparse(getattr(node, "test", node))):
+            is_conditional = True
+        for child in ast.iter_child_nodes(node):
+            visit(child, is_conditional)
+
+    visit(tree, False)
+    return {name for name, is_conditional in called.items() if is_conditional}
+
+
+def _is_neutral(condition: str) -> bool:
+    """Return whether groups exist after a condition in any case, or a script has it."""
+    return "is_initialized" in condition or "__name__" in condition
+
+
+def _find_legacy_imports(tree: ast.Module, path: Path, aliases: Mapping[str, str]) -> set[str]:
     """Return the local names of imports that may be legacy names or namedmesh.
 
     LibCST's scopes resolve such a name at each place. That is slow, so only these names are looked
     up.
     """
     names = set()
+    re_exporting = set()
+    for name in aliases:
+        module = name
+        while module:
+            re_exporting.add(module)
+            module = module.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if _LEGACY_IMPORT.search(alias.name):
+                if _LEGACY_IMPORT.search(alias.name) or alias.name in re_exporting:
                     names.add(alias.asname or alias.name.partition(".")[0])
         elif isinstance(node, ast.ImportFrom):
+            start = name_relative(path, node.level, node.module)
             for alias in node.names:
-                path = f"{node.module or ''}.{alias.name}"
-                if _LEGACY_IMPORT.search(path) or alias.name in _TABLE_NAMES:
+                legacy = f"{node.module or ''}.{alias.name}"
+                is_legacy = _LEGACY_IMPORT.search(legacy) or alias.name in _TABLE_NAMES
+                if is_legacy or f"{start}.{alias.name}" in re_exporting:
                     names.add(alias.asname or alias.name)
     return names
 
@@ -146,9 +266,14 @@ class _Finder(cst.CSTVisitor):
     # node, which takes several times as long as all the rest.
     METADATA_DEPENDENCIES = (metadata.ByteSpanPositionProvider, metadata.ScopeProvider)
 
-    def __init__(self, path: Path, source: bytes, module: cst.Module, imports: set[str]) -> None:
+    def __init__(
+        self, path: Path, source: bytes, module: cst.Module, imports: set[str], aliases: Mapping[str, str]
+    ) -> None:
         super().__init__()
         self.found = FileUses(path, source)
+        self._aliases = aliases
+        # The conditions around the node that is visited, other than whether groups exist.
+        self._conditions: list[cst.CSTNode] = []
         self.module = module
         self._imports = imports
         # Names and attributes that are assigned or deleted.
@@ -185,6 +310,10 @@ class _Finder(cst.CSTVisitor):
             self._functions.append(node)
         elif isinstance(node, cst.FormattedString):
             self._f_strings += 1
+        elif isinstance(node, _CST_CONDITIONS):
+            test = getattr(node, "test", None)
+            if test is None or not _is_neutral(self.module.code_for_node(test)):
+                self._conditions.append(node)
         elif isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del)):
             self._stored.add(node.target)
         elif isinstance(node, (cst.Call, cst.Attribute, cst.Name)) and self._may_be_legacy(node):
@@ -210,6 +339,8 @@ class _Finder(cst.CSTVisitor):
             self._functions.pop()
         elif isinstance(node, cst.FormattedString):
             self._f_strings -= 1
+        elif self._conditions and node is self._conditions[-1]:
+            self._conditions.pop()
         elif node is self._last_import:
             # Without a line end after them, the imports end with the file.
             line_end = self.found.source.find(b"\n", self._find_span(node)[1])
@@ -239,7 +370,14 @@ class _Finder(cst.CSTVisitor):
         for name in names:
             if name.source is not metadata.QualifiedNameSource.IMPORT:
                 continue
-            if self._record_use(node, name.name, is_certain_name=len(names) == 1):
+            absolute = name.name
+            if absolute.startswith("."):
+                level = len(absolute) - len(absolute.lstrip("."))
+                absolute = name_relative(self.found.path, level, absolute.lstrip("."))
+            qualified = resolve(absolute, self._aliases)
+            if qualified == absolute:
+                qualified = name.name.lstrip(".")
+            if self._record_use(node, qualified, is_certain_name=len(names) == 1):
                 self._skip_inner_names(node)
                 return
         # No use: the function of the call may be one by itself, such as a module that is called.
@@ -266,7 +404,7 @@ class _Finder(cst.CSTVisitor):
             return True
         api = API_OF_MODULE.get(module)
         arguments = self._read_arguments(node)
-        if api is not None and leaf == _INITIALIZE:
+        if api is not None and leaf == api.initializer:
             if module.startswith("namedmesh."):
                 self.found.installed.add(api.name)  # the layer itself makes a mesh
             else:
@@ -339,8 +477,11 @@ class _Finder(cst.CSTVisitor):
         if "virtual" in leaf.lower():
             self.found.has_virtual = True  # changes no answer that does not depend on virtual stages
             return
-        text = f"{self.found.path}:{self._find_line(node)} changes answers by hand ({leaf})"
-        self.found.obstacles.setdefault(api.name, text)
+        self._add_obstacle(node, api, f"changes answers by hand ({leaf})")
+
+    def _add_obstacle(self, node: Any, api: LegacyApi, text: str) -> None:
+        line = self._find_line(node)
+        self.found.obstacles.setdefault(api.name, {})[line] = f"{self.found.path}:{line} {text}"
 
     def _record_initialization(self, node: Any, api: LegacyApi, arguments: Arguments) -> None:
         """Record where the layer has to be installed: at the start of the outermost function.
@@ -353,10 +494,12 @@ class _Finder(cst.CSTVisitor):
             if keyword in {"*", "**"} or (is_virtual and source != "None"):
                 self.found.has_virtual = True
             if keyword in {"rank_offset", "local_world_size"}:
-                text = f"{self.found.path}:{self._find_line(node)} makes groups over a part of the world ({keyword})"
-                self.found.obstacles.setdefault(api.name, text)
+                self._add_obstacle(node, api, f"makes groups over a part of the world ({keyword})")
         if not isinstance(node, cst.Call):  # passed on: another line calls it
             self.found.has_virtual = True
+        elif not self._conditions:
+            function = self._functions[0].name.value if self._functions else ""
+            self.found.always_initialized.setdefault(api.name, set()).add(function)
         # Without a function around it, the call is preceded by its own statement.
         before: Any = self._statement
         if self._functions and isinstance(self._functions[0].body, cst.IndentedBlock):

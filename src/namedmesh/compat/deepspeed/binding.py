@@ -1,30 +1,53 @@
-"""Make DeepSpeed use our groups and topologies: ``bind()`` and ``install()``."""
+"""Let DeepSpeed use the groups of meshes: ``bind()`` and ``install()``."""
 
 from __future__ import annotations
 
-from functools import cache
+import warnings
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
-from namedmesh._internal import get_groups
-from namedmesh.compat.deepspeed import topology
+from namedmesh.compat.deepspeed import topology as our_topology
 from namedmesh.compat.deepspeed.units import mpu
-from namedmesh.compat.patching import Patch, reload_fresh
-from namedmesh.compat.state import Bound, State, agree_before_creation
+from namedmesh.compat.patching import UPSTREAM, Patch
+from namedmesh.compat.state import Bound, State, check_open, make_groups, read_variables
+from namedmesh.errors import AgreementError, NamedMeshError
+from namedmesh.init import init_mesh
 from namedmesh.mesh import NamedMesh
-
-_UPSTREAM_TOPOLOGY = "deepspeed.runtime.pipe.topology"
-
-
-def _list_replacements(_module: ModuleType) -> dict[str, object]:
-    """Return the replacements of upstream's topology classes, by name."""
-    return {name: getattr(topology, name) for name in topology.__all__}
+from namedmesh.sharing import share_groups
 
 
-_patch = Patch(_UPSTREAM_TOPOLOGY, _list_replacements, {_UPSTREAM_TOPOLOGY: topology.__name__})
+def _list_replacements(module: ModuleType) -> dict[str, object]:
+    """Return the replacement of upstream's grid: its own, with groups of a mesh."""
+    upstream: Any = module.PipelineParallelGrid
+
+    class PipelineParallelGrid(upstream):  # type: ignore[misc]
+        """DeepSpeed's own grid, on the groups of a mesh that is its attribute ``mesh``."""
+
+        def __init__(self, topology: Any = None, process_group: Any = None) -> None:
+            try:
+                self.mesh = init_mesh(
+                    our_topology.read_sizes(topology or our_topology.make_default_topology())
+                )
+            except AgreementError:
+                raise  # no rank can make groups any more
+            except NamedMeshError as error:
+                upstream.__init__(self, topology, process_group)
+                warnings.warn(
+                    f"DeepSpeed's grid has made its own groups, without a mesh: {error}", stacklevel=2
+                )
+                return
+            with share_groups(self.mesh):
+                upstream.__init__(self, topology, process_group)
+
+    PipelineParallelGrid.__qualname__ = upstream.__qualname__
+    return {"PipelineParallelGrid": PipelineParallelGrid}
+
+
+_patch = Patch(UPSTREAM["deepspeed"], _list_replacements, {UPSTREAM["deepspeed"]: our_topology.__name__})
 install = _patch.install
 uninstall = _patch.uninstall
 
@@ -33,8 +56,8 @@ def bind(mesh: NamedMesh) -> Bound:
     """Let DeepSpeed's engine, MoE layers and ZeRO use the groups of a mesh.
 
     Call it before ``deepspeed.initialize(...)``. It sets the variables of
-    ``deepspeed.utils.groups`` (of DeepSpeed 0.19), including ``mpu``, until the mesh is closed.
-    DeepSpeed creates all other groups itself.
+    ``deepspeed.utils.groups``, including ``mpu``, until the mesh is closed. Groups that DeepSpeed
+    makes later are its own; inside of :func:`namedmesh.share_groups`, they are those of the mesh.
 
     Collective: every rank of the mesh must call it when a mesh is bound for the first time.
 
@@ -52,10 +75,12 @@ def bind(mesh: NamedMesh) -> Bound:
         MeshError: the argument is not an open mesh.
         AgreementError: the other ranks did not call this, or called it with a different mesh.
     """
+    check_open(mesh, "deepspeed.bind")
     state = _get_state()
     if state.has_values(mesh):
         return state.bind(mesh)
-    return state.bind_with_values(mesh, _collect_values(mesh))
+    unit = mpu(mesh)
+    return state.bind_with_values(mesh, state.fill(mesh, partial(_assign_groups, mesh, unit)))
 
 
 def unbind() -> None:
@@ -67,18 +92,13 @@ def unbind() -> None:
 def _get_state() -> State:
     """Return the variables of ``deepspeed.utils.groups``, which is imported on the first call."""
     module = import_module("deepspeed.utils.groups")
-    # These variables have no underscore, so State does not find them by itself.
+    # These variables have no underscore.
     more = ("mpu", "mesh_device", "expert_tensor_parallel_world_size")
-    # DeepSpeed may have set variables before the first call; a fresh copy has the values at import.
-    return State("DeepSpeed", "deepspeed.initialize", module, reload_fresh(module), more)
+    return State("DeepSpeed", "deepspeed.initialize", module, read_variables(module, more))
 
 
-def _collect_values(mesh: NamedMesh) -> dict[str, Any]:
-    """Return the values of DeepSpeed's variables for a mesh: its groups and their ranks.
-
-    Collective: every rank of the mesh must call it.
-    """
-    unit = mpu(mesh)
+def _assign_groups(mesh: NamedMesh, unit: Any) -> None:
+    """Assign the groups of a mesh, and their ranks, to DeepSpeed's variables."""
     tensor_group = unit.get_tensor_model_parallel_group()
     values: dict[str, Any] = {
         "mpu": unit,
@@ -87,19 +107,18 @@ def _collect_values(mesh: NamedMesh) -> dict[str, Any]:
         "_DATA_PARALLEL_GROUP": unit.get_data_parallel_group(),
         "_WORLD_GROUP": dist.group.WORLD,
     }
-    if "ep" not in mesh:
-        return values
-    with agree_before_creation(mesh, "deepspeed.bind"):
-        replica_group = mesh.group("edp") if "edp" in mesh else get_groups(mesh).get_self_group()
-    expert_groups = {
-        "_EXPERT_PARALLEL_GROUP": mesh.group("ep"),
-        "_EXPERT_DATA_PARALLEL_GROUP": replica_group,
-    }
-    # DeepSpeed has a dict of groups for the expert-parallel sizes of its MoE layers, under this
-    # name.
-    size_name = f"ep_size_{mesh.size('ep')}"
-    for variable, group in expert_groups.items():
-        values[variable] = {size_name: group}
-        values[f"{variable}_RANKS"] = {size_name: dist.get_process_group_ranks(group)}
-    values["expert_tensor_parallel_world_size"] = mesh.size("etp") if "etp" in mesh else 1
-    return values
+    if "ep" in mesh:
+        expert_groups = {
+            "_EXPERT_PARALLEL_GROUP": mesh.group("ep"),
+            "_EXPERT_DATA_PARALLEL_GROUP": mesh.group("edp")
+            if "edp" in mesh
+            else make_groups(mesh.layout, ()),
+        }
+        # DeepSpeed has a dict of groups for the expert-parallel sizes of its MoE layers, under this
+        # name.
+        size_name = f"ep_size_{mesh.size('ep')}"
+        for variable, group in expert_groups.items():
+            values[variable] = {size_name: group}
+            values[f"{variable}_RANKS"] = {size_name: dist.get_process_group_ranks(group)}
+        values["expert_tensor_parallel_world_size"] = mesh.size("etp") if "etp" in mesh else 1
+    vars(_get_state().module).update(values)

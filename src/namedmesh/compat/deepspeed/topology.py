@@ -1,7 +1,8 @@
 """Topologies and the pipeline grid, as in ``deepspeed.runtime.pipe.topology``.
 
 A topology names axes over ranks; a :class:`namedmesh.Layout` computes its ranks. Ranks are
-row-major, the last axis fastest. ``install()`` puts this module in place of upstream's.
+row-major, the last axis fastest. After ``install()`` this module is importable as upstream's, if
+DeepSpeed is not installed.
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from namedmesh.agreement import agree_on
-from namedmesh.compat.deepspeed.accessors import GroupAccessors
+from namedmesh.compat.deepspeed.units import GRID_ROWS, GroupAccessors, add_accessors
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.state import agree_before_creation, check_default_group
+from namedmesh.compat.state import check_default_group, check_open
 from namedmesh.errors import AxisError, LayoutError
-from namedmesh.init import make_mesh
+from namedmesh.init import init_mesh
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
-from namedmesh.options import GroupOptions
 from namedmesh.sizes import format_sizes
 
 __all__ = [
@@ -261,19 +260,18 @@ class PipelineParallelGrid(GroupAccessors):
 
     def __init__(self, topology: Any = None, process_group: object = None) -> None:  # noqa: ARG002  upstream's
         check_default_group("deepspeed.init_distributed()")
-        factors = _prime_factors(dist.get_world_size())
-        topology = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
-        axes = topology.get_axis_names()
-        with agree_on("deepspeed.PipelineParallelGrid") as compare:
-            # The topology may be upstream's, which has no layout.
-            layout = ProcessTopology(axes, [topology.get_dim(axis) for axis in axes]).layout
-            if layout.world_size != dist.get_world_size():
-                raise ContractError(
-                    f"the topology is {layout}, but the world has {dist.get_world_size()} ranks; "
-                    "change one of them"
-                )
-            _check_has_pipe_and_data(topology)
-            self._set_attributes(topology, make_mesh(compare, layout, {}, {}, GroupOptions()))
+        topology = topology or make_default_topology()
+        try:
+            mesh = init_mesh(read_sizes(topology))
+        except LayoutError as error:
+            # Upstream checks the number of ranks with an assertion.
+            raise ContractError(*error.problems) from None
+        coord = topology.get_coord(0)
+        for axis in ("pipe", "data"):
+            if not hasattr(coord, axis):
+                mesh.close()
+                getattr(coord, axis)  # raises an AttributeError, as upstream
+        self._set_attributes(topology, mesh)
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
@@ -288,16 +286,16 @@ class PipelineParallelGrid(GroupAccessors):
         """
         grid = cls.__new__(cls)
         deepspeed_axes = {mesh_axis: axis for axis, mesh_axis in _MESH_AXES.items()}
-        with agree_before_creation(mesh, "deepspeed.PipelineParallelGrid.from_mesh"):
-            missing = [axis for axis in ("pp", "dp") if axis not in mesh.layout]
-            if missing:
-                raise AxisError(
-                    f"{mesh.layout} has no axis {' and no axis '.join(missing)}; a grid needs pp and dp: make "
-                    "the mesh with both, if only of size 1"
-                )
-            axes = [deepspeed_axes.get(axis, axis) for axis in mesh.layout]
-            topology = ProcessTopology(axes, mesh.layout.sizes)
-            grid._set_attributes(topology, mesh)  # noqa: SLF001  an instance of this class
+        check_open(mesh, "deepspeed.PipelineParallelGrid.from_mesh")
+        missing = [axis for axis in ("pp", "dp") if axis not in mesh.layout]
+        if missing:
+            raise AxisError(
+                f"{mesh.layout} has no axis {' and no axis '.join(missing)}; a grid needs pp and dp: make "
+                "the mesh with both, if only of size 1"
+            )
+        axes = [deepspeed_axes.get(axis, axis) for axis in mesh.layout]
+        topology = ProcessTopology(axes, mesh.layout.sizes)
+        grid._set_attributes(topology, mesh)  # noqa: SLF001  an instance of this class
         return grid
 
     def _set_attributes(self, topology: Any, mesh: NamedMesh) -> None:
@@ -358,12 +356,26 @@ class PipelineParallelGrid(GroupAccessors):
         rank: int = self._topo.get_rank(**coord._asdict())
         return rank
 
-    get_stage_id = GroupAccessors.get_pipe_parallel_rank
-    get_data_parallel_id = GroupAccessors.get_data_parallel_rank
+    def get_stage_id(self) -> int:
+        """Return the stage of this rank."""
+        return self.stage_id
+
+    def get_data_parallel_id(self) -> int:
+        """Return the data-parallel index of this rank."""
+        return self.data_parallel_id
 
 
-def _check_has_pipe_and_data(topology: Any) -> None:
-    """Raise an AttributeError, as upstream, if a topology lacks the axis pipe or data."""
-    coord = topology.get_coord(0)
-    for axis in ("pipe", "data"):
-        getattr(coord, axis)
+add_accessors(PipelineParallelGrid, GRID_ROWS)
+
+
+def make_default_topology() -> ProcessTopology:
+    """Return the topology of a grid without one: the world's prime factors for pipe and data."""
+    factors = _prime_factors(dist.get_world_size())
+    return PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
+
+
+def read_sizes(topology: Any) -> dict[str, int]:
+    """Return the sizes of a topology, ours or upstream's, by the axes of a mesh."""
+    axes = topology.get_axis_names()
+    layout = ProcessTopology(axes, [topology.get_dim(axis) for axis in axes]).layout
+    return dict(layout.items())

@@ -1,11 +1,106 @@
-"""Model-parallel units, DeepSpeed's ``mpu``: the groups of a mesh under DeepSpeed's names."""
+"""DeepSpeed's names for the groups of a mesh: accessors, and the ``mpu``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+
 from namedmesh.axes import DENSE_AXES, EXPERT_AXES
-from namedmesh.compat.deepspeed.accessors import GroupAccessors, make_accessor
-from namedmesh.compat.state import agree_before_creation, check_axes
+from namedmesh.compat.state import check_axes, check_open, make_groups
 from namedmesh.mesh import NamedMesh
+from namedmesh.sharing import share_groups
+
+
+class GroupInfo(NamedTuple):
+    """This rank's group for one kind of parallelism.
+
+    Attributes:
+        group: the process group.
+        group_ranks: its global ranks.
+        world_size: the number of its ranks.
+        rank: the group rank of this rank.
+        src_rank: the global rank of its first member.
+    """
+
+    group: dist.ProcessGroup
+    group_ranks: list[int]
+    world_size: int
+    rank: int
+    src_rank: int
+
+
+class GroupAccessors:
+    """Base class with accessors of groups, sizes and ranks under DeepSpeed's names.
+
+    The accessors do not communicate. Subclasses get theirs from a table, by :func:`add_accessors`.
+    Collective: every rank must create the object, because the groups may have to be created.
+
+    Args:
+        mesh: the mesh whose groups are returned.
+        kinds: by kind of parallelism, such as ``"pipe"``, the axes of its groups. Axes that the
+            mesh does not have are ignored.
+    """
+
+    def __init__(self, mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> None:
+        self.mesh = mesh
+        # The accessors are called in every step, so everything that they return is computed here.
+        self._group_infos: dict[str, GroupInfo] = {}
+        with share_groups(mesh):
+            for kind, axes in kinds.items():
+                group = make_groups(mesh.layout, axes)
+                ranks = dist.get_process_group_ranks(group)
+                group_rank = ranks.index(mesh.global_rank)
+                self._group_infos[kind] = GroupInfo(group, ranks, len(ranks), group_rank, ranks[0])
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def get_global_rank(self) -> int:
+        """Return the global rank of this rank."""
+        return self.mesh.global_rank
+
+
+def add_accessors(owner: type[GroupAccessors], rows: Mapping[tuple[str, str], str]) -> None:
+    """Add accessors to a class.
+
+    Args:
+        owner: the class.
+        rows: by the kind of parallelism and DeepSpeed's name for it, the fields of
+            :class:`GroupInfo` that have an accessor, separated by blanks.
+    """
+    for (kind, name), fields in rows.items():
+        for field in fields.split():
+            accessor = _make_accessor(kind, field)
+            accessor.__name__ = f"get_{name}_parallel_{field}"
+            accessor.__qualname__ = f"{owner.__qualname__}.{accessor.__name__}"
+            setattr(owner, accessor.__name__, accessor)
+
+
+def _make_accessor(kind: str, field: str) -> Any:
+    """Make an accessor method, which returns one field of a kind's :class:`GroupInfo`."""
+
+    def access(self: GroupAccessors) -> Any:
+        return getattr(self._group_infos[kind], field)
+
+    access.__doc__ = f"Return this rank's {kind}-parallel {field.replace('_', ' ')}."
+    return access
+
+
+_NUMBERS = "world_size rank"
+_ALL = f"group {_NUMBERS}"
+GRID_ROWS = {
+    ("model", "model"): _ALL,
+    ("data", "data"): f"{_ALL} group_ranks",
+    # DeepSpeed has two names for the ranks that share a layer, and two for the stages of a pipeline.
+    ("slice", "slice"): _ALL,
+    ("slice", "tensor_model"): _NUMBERS,
+    ("pipe", "pipe"): _ALL,
+    ("pipe", "pipeline_model"): _NUMBERS,
+}
+"""The accessors of a grid, for :func:`add_accessors`."""
 
 
 def mpu(mesh: NamedMesh) -> ModelParallelUnit:
@@ -40,16 +135,16 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    with agree_before_creation(mesh, "deepspeed.mpu"):
-        instead = "DeepSpeed makes its own groups for them; omit it from the mesh"
-        check_axes(mesh.layout, "DeepSpeed", (*DENSE_AXES, "sp"), experts=EXPERT_AXES, instead=instead)
-        kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
-        if "sp" not in mesh and "cp" not in mesh:
-            return ModelParallelUnit(mesh, kinds)
-        # The legacy axis cp covers both: get_or_create_group finds sp under this name, too.
-        kinds["sequence"] = ["cp"]
-        kinds["sequence_data"] = ["dp", "cp"]
-        return SequenceParallelUnit(mesh, kinds)
+    check_open(mesh, "deepspeed.mpu")
+    instead = "DeepSpeed makes its own groups for them; omit it from the mesh"
+    check_axes(mesh.layout, "DeepSpeed", (*DENSE_AXES, "sp"), experts=EXPERT_AXES, instead=instead)
+    kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
+    if "sp" not in mesh and "cp" not in mesh:
+        return ModelParallelUnit(mesh, kinds)
+    # The legacy axis cp covers both: make_groups finds sp under this name, too.
+    kinds["sequence"] = ["cp"]
+    kinds["sequence_data"] = ["dp", "cp"]
+    return SequenceParallelUnit(mesh, kinds)
 
 
 class ModelParallelUnit(GroupAccessors):
@@ -67,12 +162,6 @@ class ModelParallelUnit(GroupAccessors):
     Attributes:
         mesh: the mesh.
     """
-
-    get_model_parallel_src_rank = make_accessor("model", "first_rank")
-    get_data_parallel_src_rank = make_accessor("data", "first_rank")
-    get_tensor_model_parallel_group = GroupAccessors.get_slice_parallel_group
-    get_tensor_model_parallel_src_rank = make_accessor("slice", "first_rank")
-    get_pipeline_model_parallel_group = GroupAccessors.get_pipe_parallel_group
 
 
 class SequenceParallelUnit(ModelParallelUnit):
@@ -95,9 +184,13 @@ class SequenceParallelUnit(ModelParallelUnit):
         engine, *_ = deepspeed.initialize(model=model, mpu=unit, config=config)
     """
 
-    get_sequence_parallel_group = make_accessor("sequence", "group")
-    get_sequence_parallel_world_size = make_accessor("sequence", "size")
-    get_sequence_parallel_rank = make_accessor("sequence", "rank")
-    get_sequence_data_parallel_group = make_accessor("sequence_data", "group")
-    get_sequence_data_parallel_world_size = make_accessor("sequence_data", "size")
-    get_sequence_data_parallel_rank = make_accessor("sequence_data", "rank")
+
+add_accessors(ModelParallelUnit, GRID_ROWS)
+_UNIT_ROWS = {
+    ("model", "model"): "src_rank",
+    ("data", "data"): "src_rank",
+    ("slice", "tensor_model"): "group src_rank",
+    ("pipe", "pipeline_model"): "group",
+}
+add_accessors(ModelParallelUnit, _UNIT_ROWS)
+add_accessors(SequenceParallelUnit, {(kind, kind): _ALL for kind in ("sequence", "sequence_data")})

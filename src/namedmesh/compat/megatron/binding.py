@@ -1,96 +1,86 @@
-"""Let Megatron's ``parallel_state`` return the groups of meshes.
+"""Let Megatron's ``parallel_state`` return the groups of meshes, whichever release it is.
 
-Since release 0.14, megatron-core makes all groups with one function of the module,
-``create_group``, and takes all ranks from one class, ``RankGenerator``.
-:class:`ParallelStateBinding` replaces both while ``initialize_model_parallel`` runs. Upstream's own
-code then fills its variables from a mesh, including variables that a later release adds. Our
-fallback has the same two names, so one class serves both.
+Upstream's own ``initialize_model_parallel`` makes all groups, inside of
+:func:`namedmesh.share_groups`. Our fallback has the same function, so one class serves both.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial, update_wrapper
-from importlib import import_module
-from inspect import signature
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
-from namedmesh import current
-from namedmesh._internal import add_agreed_view, get_groups
-from namedmesh.agreement import agree_on
-from namedmesh.axes import DENSE_AXES
-from namedmesh.compat import ContractError, ContractRuntimeError, ContractTypeError
+from namedmesh.axes import DENSE_AXES, DENSE_COUNTERPARTS, LEGACY_AXES
+from namedmesh.compat.binding import Api, Binding, MeshRequest
+from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron import parallel_state
-from namedmesh.compat.megatron.group_factory import GroupFactory
-from namedmesh.compat.megatron.ranks import EXPERT_AXES_BY_NAME, MEGATRON_NAMES, AxesByRanks, MeshRanks
-from namedmesh.compat.patching import Patch, is_installed, reload_fresh
-from namedmesh.compat.state import (
-    Bound,
-    State,
-    agree_before_creation,
-    check_axes,
-    check_default_group,
-    check_open,
-)
-from namedmesh.init import make_mesh
-from namedmesh.layout import Layout, make_partition_key
+from namedmesh.compat.state import Bound, check_axes, read_variables
+from namedmesh.errors import LayoutError
+from namedmesh.layout import Layout
+from namedmesh.legacy import parse_order
 from namedmesh.mesh import NamedMesh
-from namedmesh.options import GroupOptions
 
-_SIZES = {
+_DENSE_SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
     "gtp_remat_size": "gtp_remat",
+    # Forks that have one model-parallel axis only.
+    "model_parallel_size": "tp",
+}
+_EXPERT_SIZES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "tp",
     "expert_gtp_remat_size": "gtp_remat",
 }
 """The size arguments of ``initialize_model_parallel``, with Megatron's names of the axes."""
 
-_SET_BY_MESH = (*_SIZES, "order", "rank_offset", "local_world_size", "distributed_timeout_minutes")
+_EXPERT_AXES = {name: axis for axis, name in DENSE_COUNTERPARTS.items()} | {"gtp_remat": "egtp_remat"}
+"""The experts' axes in a mesh, by Megatron's names, which dense axes have too."""
+
+_SET_BY_MESH = (*_DENSE_SIZES, *_EXPERT_SIZES, "order", "rank_offset", "local_world_size")
+_SET_BY_MESH += ("distributed_timeout_minutes",)
 """Arguments of ``initialize_model_parallel`` that a mesh or its options determine."""
 
+_DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
-class ParallelStateBinding:
-    """Binds meshes to one ``parallel_state`` module: megatron-core's, or our fallback.
 
-    Make one binding for each module: a second one would mistake the values that the first one has
-    set for the values at import.
+class ParallelStateBinding(Binding):
+    """Binds meshes to one ``parallel_state``: upstream's, of any release, or ours.
 
     Args:
         module: the module.
-        at_import: a copy of the module with its variables right after import; by default the
-            module.
-
-    Attributes:
-        module: the module.
-        state: the variables of the module, with separate values for each mesh.
-        replacements: the functions that the module gets in place of its own, by name.
+        empty: the value of each variable at import; by default they are read from its source.
     """
 
-    def __init__(self, module: ModuleType, at_import: ModuleType | None = None) -> None:
-        self.module = module
-        self.state = State("Megatron's parallel state", "initialize_model_parallel", module, at_import)
-        self.upstream_initialize = module.initialize_model_parallel
-        self.upstream_destroy = module.destroy_model_parallel
-        self.signature = signature(self.upstream_initialize)
-        # Partial objects, because update_wrapper cannot set the attributes of a bound method.
-        self.replacements = {
-            "initialize_model_parallel": update_wrapper(partial(self.initialize), self.upstream_initialize),
-            "destroy_model_parallel": update_wrapper(partial(self.destroy), self.upstream_destroy),
-        }
+    def __init__(self, module: ModuleType, empty: Mapping[str, Any] | None = None) -> None:
+        if empty is None:
+            empty = read_variables(module)
+        names = ("initialize_model_parallel", "destroy_model_parallel")
+        super().__init__("megatron", "Megatron's parallel state", module, *names, empty)
+
+    def read_request(self, arguments: Mapping[str, Any]) -> MeshRequest:
+        """Return the mesh for the arguments of ``initialize_model_parallel``."""
+        # Some releases have names such as tensor_model_parallel_size_.
+        given = {name.rstrip("_"): value for name, value in arguments.items() if value is not None}
+        world_size = dist.get_world_size()
+        if given.get("rank_offset", 0) or given.get("local_world_size", world_size) != world_size:
+            raise LayoutError("a mesh has all ranks of the world; omit rank_offset and local_world_size")
+        sizes = _read_layouts(given)
+        timeout = None
+        if "distributed_timeout_minutes" in given:
+            timeout = timedelta(minutes=given["distributed_timeout_minutes"])
+        # Releases without expert parallelism make no such groups.
+        has_experts = "expert_model_parallel_size" in given
+        return MeshRequest(sizes[0], sizes[1] if has_experts else {}, timeout)
 
     def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
         """Bind an existing mesh. See :func:`namedmesh.compat.megatron.bind`."""
-        check_open(mesh, "megatron.bind")
         problems = [name for name in options if name in _SET_BY_MESH]
         if problems:
             raise ContractTypeError(
@@ -99,202 +89,166 @@ class ParallelStateBinding:
         # The groups of the same options exist already, so nothing has to be agreed on.
         if self.state.has_values(mesh, options):
             return self.state.bind(mesh)
-        factory = GroupFactory(self.module)
-        dense, expert = _make_mesh_ranks(mesh, factory.axes_by_ranks)
-        # Upstream makes two generators, first for the dense layers, then for the experts.
-        generators = iter((dense, expert))
-        sizes = {}
-        for argument, axis_name in _SIZES.items():
-            ranks = expert if argument.startswith("expert") else dense
-            size = ranks.size(axis_name)
-            # Older releases lack some of the arguments: those are passed only if they are not 1.
-            if size != 1 or argument in self.signature.parameters:
-                sizes[argument] = size
-        request = _format_options(options, dense.get_ranks("pp"))
-        with agree_before_creation(mesh, "megatron.bind", request):
-            factory.use(mesh)
-            values = self.state.run_initializer(
-                partial(self.upstream_initialize, **sizes, **options),
-                create_group=factory.create_group,
-                RankGenerator=lambda *_, **__: next(generators),
-            )
+        arguments = self._describe(mesh)
+        values = self.state.fill(mesh, partial(self.upstream_initialize, **arguments, **options))
         return self.state.bind_with_values(mesh, values, options)
 
-    def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Make Megatron's groups and a mesh on them, with a view for the experts, and bind it.
+    def _describe(self, mesh: NamedMesh) -> dict[str, Any]:
+        """Return the arguments of ``initialize_model_parallel`` that describe a mesh.
 
-        If an open mesh has an axis over the same ranks, both use its groups: torch does not
-        distinguish two meshes of the same names over the same ranks.
-
-        Collective: every rank must call it, with the same arguments.
+        Raises:
+            LayoutError: Megatron has no group for an axis, or cannot express the order of the axes.
         """
-        check_default_group()
-        bound_arguments = self.signature.bind(*args, **kwargs)
-        bound_arguments.apply_defaults()
-        arguments = bound_arguments.arguments
-        initialize = partial(self.upstream_initialize, *args, **kwargs)
-        if self.state.find_blocking_mesh() is not None:
-            # Upstream checks its arguments before it finds out that it is initialized.
-            self.state.run_initializer(
-                initialize, create_group=lambda *_, **__: self.state.check_uninitialized()
-            )
-        on_all_ranks = arguments.get("local_world_size") in {None, dist.get_world_size()}
-        if arguments.get("rank_offset", 0) or not on_all_ranks:
-            # A mesh has all ranks, so over some of them upstream makes groups of its own.
-            initialize()
-            return
-        factory = GroupFactory(self.module)
-        try:
-            with agree_on("megatron.initialize_model_parallel") as compare:
-                values = self._run_and_make_mesh(factory, compare, initialize, arguments)
-        except BaseException:
-            # The mesh is known to this call alone: close it, with the groups that exist so far.
-            if factory.mesh is not None:
-                factory.mesh.close(destroy_groups=True)
-            raise
-        self.state.bind_with_values(factory.mesh, values, owned=True)
+        check_axes(
+            mesh.layout,
+            "Megatron",
+            (*DENSE_AXES, "sp", "gtp_remat"),
+            experts=("ep", "edp", "etp", "egtp_remat"),
+            instead="their layout is another factorization of the world; omit it from the mesh "
+            "and add a view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
+        )
+        dense = _merge_axes(mesh.layout, LEGACY_AXES)
+        expert: dict[str, int] | None = None
+        expert_names = {axis: name for name, axis in _EXPERT_AXES.items()}
+        for view in mesh.views.values():
+            # The first view that has an axis of the experts is theirs.
+            if expert is None and not {"ep", *expert_names}.isdisjoint(view):
+                expert = _merge_axes(view, expert_names)
 
-    def _run_and_make_mesh(
-        self,
-        factory: GroupFactory,
-        compare: Callable[..., None],
-        initialize: Callable[[], object],
-        arguments: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        """Run upstream's initialization on the groups of a new mesh, and return its variables.
-
-        Collective: every rank must call it.
-
-        Args:
-            factory: returns the groups; the mesh is set in it.
-            compare: raises an AgreementError if its arguments differ between ranks. Collective.
-            initialize: upstream's function with its arguments.
-            arguments: the same arguments, by name.
-        """
-        generators: list[MeshRanks] = []
-        upstream_generator = self.module.RankGenerator
-
-        def make_generator(*args: Any, **kwargs: Any) -> MeshRanks:
-            # The first generator is for the dense layers.
-            ranks = MeshRanks.from_generator(
-                upstream_generator(*args, **kwargs), factory.axes_by_ranks, experts=bool(generators)
-            )
-            generators.append(ranks)
-            return ranks
-
-        def create_group(*args: Any, **kwargs: Any) -> Any:
-            if factory.mesh is None:
-                # Only now has upstream checked its arguments: a wrong one makes no mesh.
-                dense, expert = generators
-                mesh = make_mesh(
-                    compare,
-                    dense.layout,
-                    _format_options(arguments, dense.get_ranks("pp")),
-                    _find_shared_options(dense.layout),
-                    GroupOptions(timeout=timedelta(minutes=arguments["distributed_timeout_minutes"])),
+        known = self.signature.parameters
+        arguments: dict[str, Any] = {}
+        for names, sizes in ((_DENSE_SIZES, dense), (_EXPERT_SIZES, expert)):
+            for name, axis in names.items():
+                size = sizes.get(axis, 1) if sizes is not None else None
+                parameter = f"{name}_" if f"{name}_" in known else name
+                # Without a view, Megatron lays experts out as the dense layers.
+                if size is not None and (parameter in known or size != 1) and name != "model_parallel_size":
+                    arguments[parameter] = size
+        order = _find_order(dense, expert or {})
+        if "order" in known:
+            arguments["order"] = order
+        given = {name.rstrip("_"): value for name, value in arguments.items()}
+        for wanted, sizes in zip((dense, expert), _read_layouts(given), strict=True):
+            made = Layout.from_shape(list(sizes), list(sizes.values()), world_size=mesh.layout.world_size)
+            if wanted is not None and _merge_axes(made, expert_names) != wanted:
+                raise LayoutError(
+                    f"{self.state.api} cannot express the order of the axes of {mesh.layout} and its views "
+                    f"{mesh.views}: it would make {made}; use this order"
                 )
-                factory.use(mesh, default_options=True)
-                options = _find_shared_options(expert.layout)
-                add_agreed_view(mesh, "expert", expert.layout, {(axis,): options[axis] for axis in options})
-            return factory.create_group(*args, **kwargs)
-
-        return self.state.run_initializer(initialize, create_group=create_group, RankGenerator=make_generator)
-
-    def destroy(self) -> None:
-        """End all bindings, and destroy the groups that :meth:`initialize` made."""
-        if self.state.shown is not None:
-            # Upstream destroys the gloo groups in its variables, but other meshes may use them too.
-            for name in self.state.names:
-                if name.endswith("_GLOO"):
-                    setattr(self.module, name, None)
-        # Upstream also ends its buffers and the contexts of experts, which need the groups.
-        self.upstream_destroy()
-        self.state.destroy()
+        return arguments
 
 
-_AXES_WITHOUT_VIEW = {"dp": ("dp", "cp", "gtp_remat"), "ep": (), "gtp_remat": ()}
-"""The axes for Megatron's names of the experts' axes, if a mesh has no view for experts."""
-
-
-def _make_mesh_ranks(mesh: NamedMesh, axes_by_ranks: AxesByRanks) -> tuple[MeshRanks, MeshRanks]:
-    """Return the generators of ranks for a mesh: for the dense layers and for the experts.
-
-    If the mesh has no view for the experts, both have the layout of the mesh.
-    """
-    check_axes(
-        mesh.layout,
-        "Megatron",
-        (*DENSE_AXES, "sp", "gtp_remat"),
-        experts=("ep", *MEGATRON_NAMES),
-        instead="their layout is another factorization of the world; omit it from the mesh "
-        "and add a view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
-    )
-    dense = MeshRanks(mesh.layout, axes_by_ranks)
-    # The first view that has an axis of the experts is theirs.
-    for view in mesh.views.values():
-        if not {"ep", *MEGATRON_NAMES}.isdisjoint(view):
-            return dense, MeshRanks(view, axes_by_ranks, EXPERT_AXES_BY_NAME)
-    return dense, MeshRanks(mesh.layout, axes_by_ranks, _AXES_WITHOUT_VIEW)
-
-
-def _find_shared_options(layout: Layout) -> dict[str, GroupOptions]:
-    """Return group options by axis, for axes that an open mesh has over the same ranks."""
-    options = {}
-    for mesh in current.open_meshes():
-        groups = get_groups(mesh)
-        for view in (mesh.layout, *mesh.views.values()):
-            for axis in {*view} & {*layout}:
-                if make_partition_key(view, axis) == make_partition_key(layout, axis):
-                    options[axis] = groups.normalize(groups.get_options((axis,)))
-    return options
-
-
-def _format_options(options: Mapping[str, Any], pipelines: Sequence[Sequence[int]]) -> dict[str, str]:
-    """Format the arguments of an initialization as texts that ranks can compare.
-
-    The text of a callback is the ranks that it chooses in the first pipeline.
+def _merge_axes(layout: Layout, names: Mapping[str, str]) -> dict[str, int]:
+    """Return the sizes of a layout by Megatron's names, slowest first, without axes of size 1.
 
     Args:
-        options: the arguments of ``initialize_model_parallel``. A callback chooses ranks of a
-            pipeline.
-        pipelines: the ranks of every pipeline.
+        layout: the layout.
+        names: Megatron's names of axes that have another name in the layout.
 
     Raises:
-        ContractError: a callback chose ranks outside of the pipeline.
+        LayoutError: axes with one name in Megatron are not neighbors.
     """
-    texts = {}
-    for name, option in options.items():
-        if not callable(option):
-            texts[name] = repr(option)
+    sizes: dict[str, int] = {}
+    for axis, size in layout.items():
+        if size == 1:
             continue
-        answers = [option(list(pipeline)) for pipeline in pipelines]
-        texts[name] = repr(answers[0])
-        for pipeline, chosen in zip(pipelines, answers, strict=True):
-            if not set(chosen) <= set(pipeline):
-                raise ContractError(
-                    f"{name} returned the ranks {list(chosen)} for the pipeline {list(pipeline)}; "
-                    "return ranks of the pipeline"
-                )
-    return texts
+        name = names.get(axis, axis)
+        if name in sizes and name != list(sizes)[-1]:
+            raise LayoutError(
+                f"{axis!r} is {name!r} in Megatron, as an axis of {layout} that is not next to it; put both "
+                "next to each other"
+            )
+        sizes[name] = sizes.get(name, 1) * size
+    return sizes
 
 
-# --- the active parallel state: our fallback, or megatron-core's after install() -------------------
+def _find_order(dense: dict[str, int], expert: dict[str, int]) -> str:
+    """Return Megatron's order string for the axes of the dense layers and of the experts."""
+    # Megatron adds gtp_remat itself.
+    tokens = [name for name in reversed(dense) if name != "gtp_remat"]
+    position = 0
+    for name in reversed(expert):
+        if name == "gtp_remat":
+            continue
+        if name in tokens:
+            position = tokens.index(name) + 1
+        else:
+            tokens.insert(position, name)
+            position += 1
+    # Axes of size 1 change no group. In the end they would have to be pp.
+    omitted = [name for name in _DEFAULT_ORDER.split("-") if name not in tokens]
+    return "-".join(omitted + tokens)
+
+
+def _read_layouts(arguments: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the sizes of the dense layers' and of the experts' axes, slowest first.
+
+    Args:
+        arguments: the arguments of ``initialize_model_parallel`` that are not None.
+
+    Raises:
+        LayoutError: the order names an axis that Megatron does not have.
+    """
+    dense = {"dp": -1, "tp": 1, "cp": 1, "pp": 1}
+    for name, axis in _DENSE_SIZES.items():
+        if name in arguments:
+            dense[axis] = int(arguments[name])
+    expert = {"dp": -1, "tp": dense["tp"], "ep": 1, "pp": dense["pp"]}
+    for name, axis in _EXPERT_SIZES.items():
+        if name in arguments:
+            expert[axis] = int(arguments[name])
+    default = _DEFAULT_ORDER.split("-")
+    tokens = parse_order(str(arguments.get("order", _DEFAULT_ORDER)).lower(), default).tokens
+    unknown = [token for token in tokens if token not in default]
+    if unknown:
+        raise LayoutError(f"Megatron has no axis {', '.join(unknown)}; use {_DEFAULT_ORDER} in another order")
+    layouts = []
+    for sizes, neighbor, axes in ((dense, "tp", {}), (expert, "ep", _EXPERT_AXES)):
+        names = list(tokens)
+        if sizes.get("gtp_remat", 1) > 1:
+            names.insert(names.index(neighbor) + 1, "gtp_remat")
+        layouts.append({axes.get(name, name): sizes[name] for name in reversed(names) if name in sizes})
+    return layouts[0], layouts[1]
+
+
+# --- the active parallel state: our fallback, or upstream's after install() -----------------------
 
 _OUR_PACKAGE = "namedmesh.compat.megatron"
 _UPSTREAM_PACKAGE = "megatron.core"
 
+
+def _use_module(module: ModuleType) -> None:
+    """Let the names in this package be those of the active parallel state."""
+    package = sys.modules[_OUR_PACKAGE]
+    vars(package).update(parallel_state=module, mpu=module)
+    sys.modules[f"{_OUR_PACKAGE}.parallel_state"] = module
+
+
+def _list_fallback_names() -> dict[str, str]:
+    """Return the name of our module for each of upstream's, if megatron-core is missing."""
+    modules = {}
+    for name in ("parallel_state", "mpu"):
+        modules[f"{_UPSTREAM_PACKAGE}.{name}"] = f"{_OUR_PACKAGE}.parallel_state"
+    # Our tensor_parallel has the names of upstream's submodules too.
+    for submodule in ("", ".cross_entropy", ".layers", ".mappings", ".utils"):
+        modules[f"{_UPSTREAM_PACKAGE}.tensor_parallel{submodule}"] = f"{_OUR_PACKAGE}.tensor_parallel"
+    return modules
+
+
+_fallback = ParallelStateBinding(parallel_state, parallel_state.VARIABLES)
 # The fallback's own functions know no mesh, so the replacements are the ones that its users call.
-_fallback = ParallelStateBinding(parallel_state)
 vars(parallel_state).update(_fallback.replacements)
-_active = _fallback
-# One for each imported megatron-core. Tests import several releases.
-_upstream_bindings: dict[ModuleType, ParallelStateBinding] = {}
+API = Api("megatron", ParallelStateBinding, _fallback, _list_fallback_names(), _use_module)
+unbind = API.unbind
+current_mesh = API.current_mesh
+install = API.patch.install
+uninstall = API.patch.uninstall
 
 
 def bind(mesh: NamedMesh, **options: Any) -> Bound:
     """Let Megatron's accessors return the groups of an existing mesh.
 
-    The accessors of an installed megatron-core (0.14 or later) return them too, with or without
+    The accessors of a megatron-core that can be imported return them too, with or without
     :func:`install`.
 
     Collective: every rank of the mesh must call it. A second call with the same options does not
@@ -326,80 +280,4 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
         True
         >>> mesh.close(); dist.destroy_process_group()
     """
-    if _active is _fallback and is_installed(_UPSTREAM_PACKAGE):
-        module: Any = None
-        # If upstream cannot be imported here, no code asks it for groups.
-        with warnings.catch_warnings(), suppress(ImportError):
-            warnings.simplefilter("ignore")
-            module = import_module(f"{_UPSTREAM_PACKAGE}.parallel_state")
-        if hasattr(module, "create_group"):
-            _bind_upstream(module).bind(mesh, **options)
-    return _active.bind(mesh, **options)
-
-
-def unbind() -> None:
-    """End the binding of the mesh that is bound. The mesh stays open, with its groups."""
-    for binding in (_fallback, *_upstream_bindings.values()):
-        binding.state.unbind()
-
-
-def current_mesh() -> NamedMesh:
-    """Return the mesh whose groups the accessors return now; raise a MeshError without one."""
-    return _active.state.current_mesh()
-
-
-def _bind_upstream(module: ModuleType) -> ParallelStateBinding:
-    """Return the binding of an imported megatron-core; raise if its release is not supported."""
-    if not hasattr(module, "create_group"):
-        raise ContractRuntimeError(
-            "this release of megatron-core has no create_group(), which 0.14 to 0.19 have; "
-            "install one of these, or import namedmesh.compat.megatron instead of megatron.core, "
-            "without install()"
-        )
-    if module not in _upstream_bindings:
-        _upstream_bindings[module] = ParallelStateBinding(module, reload_fresh(module))
-    return _upstream_bindings[module]
-
-
-def _activate_upstream(module: ModuleType) -> Mapping[str, object]:
-    """Make an imported megatron-core the active parallel state.
-
-    Returns:
-        The replacements of its functions, by name.
-    """
-    _activate(_bind_upstream(module))
-    return _active.replacements
-
-
-def _activate_fallback() -> None:
-    """Make our fallback the active parallel state, after upstream's groups were destroyed."""
-    if _active is not _fallback:
-        _active.destroy()
-        _activate(_fallback)
-
-
-def _activate(binding: ParallelStateBinding) -> None:
-    """Make a module the active parallel state, also under its names in this package."""
-    global _active  # noqa: PLW0603  the active state is process-global, as in Megatron
-    _active = binding
-    package = sys.modules[_OUR_PACKAGE]
-    vars(package).update(parallel_state=binding.module, mpu=binding.module)
-    sys.modules[f"{_OUR_PACKAGE}.parallel_state"] = binding.module
-
-
-def _list_fallback_modules() -> dict[str, str]:
-    """Return the name of our module for each of upstream's, if megatron-core is missing."""
-    modules = {}
-    for name in ("parallel_state", "mpu"):
-        modules[f"{_UPSTREAM_PACKAGE}.{name}"] = f"{_OUR_PACKAGE}.parallel_state"
-    # Our tensor_parallel has the names of upstream's submodules too.
-    for submodule in ("", ".cross_entropy", ".layers", ".mappings", ".utils"):
-        modules[f"{_UPSTREAM_PACKAGE}.tensor_parallel{submodule}"] = f"{_OUR_PACKAGE}.tensor_parallel"
-    return modules
-
-
-PATCH = Patch(
-    f"{_UPSTREAM_PACKAGE}.parallel_state", _activate_upstream, _list_fallback_modules(), _activate_fallback
-)
-install = PATCH.install
-uninstall = PATCH.uninstall
+    return API.bind(mesh, **options)

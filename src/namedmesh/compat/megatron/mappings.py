@@ -8,58 +8,41 @@ views of an input or of a shared buffer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from namedmesh.compat import ContractError
+from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import (
+    REGIONS,
     SELF_GROUP,
     VocabUtility,
     check_even,
     cross_entropy,
+    describe_region,
     divide,
     ensure_divisibility,
     scatter,
     split_tensor_along_last_dim,
+    sum_partial,
 )
 from namedmesh.tensor_parallel.collectives import (
     Group,
     all_gather_to_tp_region,
     all_to_all_single,
-    copy_to_tp_region,
     gather,
-    reduce_from_tp_region,
-    reduce_scatter_from_tp_region,
 )
 
-__all__ = [
-    "VocabUtility",
-    "all_gather_last_dim_from_tensor_parallel_region",
-    "all_to_all",
-    "all_to_all_hp2sp",
-    "all_to_all_sp2hp",
-    "copy_to_tensor_model_parallel_region",
-    "divide",
-    "ensure_divisibility",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "param_is_not_tensor_parallel_duplicate",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_last_dim_to_tensor_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-    "set_tensor_model_parallel_attributes",
-    "split_tensor_along_last_dim",
-    "vocab_parallel_cross_entropy",
-]
-
 OptionalGroup: TypeAlias = "ProcessGroup | None"
+
+# The groups of layers by name. A layer keeps the name only: a process group cannot be copied or pickled
+# with the layer.
+groups_by_name: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
 
 
 def resolve_group(group: OptionalGroup, *, is_expert: bool = False) -> Group:
@@ -83,87 +66,47 @@ def resolve_group(group: OptionalGroup, *, is_expert: bool = False) -> Group:
             group = parallel_state.get_expert_tensor_parallel_group()
         else:
             group = parallel_state.get_tensor_model_parallel_group()
+    groups_by_name[group.group_name] = group
     return Group.of(group)
 
 
 # --- region mappings ------------------------------------------------------------------------------
 
+_MAPPINGS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "scatter_to_sequence_parallel_region": (scatter, (0,)),
+    "all_gather_last_dim_from_tensor_parallel_region": (all_gather_to_tp_region, (-1,)),
+    "reduce_scatter_last_dim_to_tensor_parallel_region": (sum_partial, (-1,)),
+}
+"""Functions of a tensor, a group, and the dim that they shard, by Megatron's names."""
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
-    """Forward: identity of a replicated tensor. Backward: all-reduce. Megatron's f operator."""
-    return copy_to_tp_region(input_, resolve_group(group))
-
-
-def reduce_from_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
-    """Forward: all-reduce of a partial tensor. Backward: identity. Megatron's g operator."""
-    return reduce_from_tp_region(input_, resolve_group(group))
-
-
-def scatter_to_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
-    """Forward: keep the local shard of the last dim. Backward: all-gather.
-
-    Args:
-        input_: a replicated tensor, ``(..., n)``.
-        group: the group of the ranks.
-
-    Returns:
-        The local shard, ``(..., n / t)``.
-    """
-    return scatter(input_, resolve_group(group), -1)
+for _kind, _region in REGIONS.items():
+    _MAPPINGS[f"{_kind}_tensor_model_parallel_region"] = _region
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
-    """Forward: all-gather along the last dim. Backward: keep the local shard.
+def _make_mapping(name: str) -> Callable[..., Tensor]:
+    """Return the mapping of a row of the table."""
+    function, dims = _MAPPINGS[name]
 
-    Use it if all ranks do the same with the result, because the gradient is not summed.
+    def mapping(input_: Tensor, group: OptionalGroup = None) -> Tensor:
+        return function(input_, resolve_group(group), *dims)
 
-    Args:
-        input_: the local shard, ``(..., n / t)``.
-        group: the group of the ranks.
-
-    Returns:
-        The full tensor, ``(..., n)``.
-    """
-    return gather(input_, resolve_group(group), -1)
+    mapping.__name__ = mapping.__qualname__ = name
+    mapping.__doc__ = describe_region(function)
+    return mapping
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
-    """Forward: keep the local shard of the sequence. Backward: all-gather.
+if TYPE_CHECKING:
 
-    Args:
-        input_: a replicated tensor, ``(s, ...)``.
-        group: the group of the ranks.
-
-    Returns:
-        The local shard, ``(s / t, ...)``.
-    """
-    return scatter(input_, resolve_group(group), 0)
+    def __getattr__(name: str) -> Any: ...
 
 
-def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
-    """Forward: all-gather along the last dim. Backward: reduce-scatter.
+globals().update({name: _make_mapping(name) for name in _MAPPINGS})
 
-    Args:
-        input_: the local shard, ``(..., n / t)``.
-        group: the group of the ranks.
-
-    Returns:
-        The full tensor, ``(..., n)``.
-    """
-    return all_gather_to_tp_region(input_, resolve_group(group), -1)
-
-
-def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: OptionalGroup = None) -> Tensor:
-    """Forward: reduce-scatter along the last dim. Backward: all-gather.
-
-    Args:
-        input_: a partial tensor, ``(..., n)``.
-        group: the group of the ranks.
-
-    Returns:
-        The local shard of the sum, ``(..., n / t)``.
-    """
-    return reduce_scatter(input_, resolve_group(group), -1)
+__all__ = ["VocabUtility", "divide", "ensure_divisibility", "split_tensor_along_last_dim"]
+__all__ += ["all_to_all", "all_to_all_hp2sp", "all_to_all_sp2hp", "gather_from_sequence_parallel_region"]
+__all__ += ["param_is_not_tensor_parallel_duplicate", "reduce_scatter_to_sequence_parallel_region"]
+__all__ += ["set_tensor_model_parallel_attributes", "vocab_parallel_cross_entropy"]
+__all__ += list(_MAPPINGS)
 
 
 def gather_from_sequence_parallel_region(
@@ -208,7 +151,7 @@ def reduce_scatter_to_sequence_parallel_region(
     Returns:
         The local shard of the sum, ``(s / t, ...)``.
     """
-    return reduce_scatter(input_, resolve_group(group), 0)
+    return sum_partial(input_, resolve_group(group), 0)
 
 
 def all_to_all(
@@ -268,16 +211,6 @@ def all_to_all_hp2sp(input_: Tensor, group: OptionalGroup = None) -> Tensor:
     check_even(rows, 0, ranks.size)
     # Each rank sent its features of the local tokens: one block of rows each.
     return torch.cat(all_to_all_single(rows, ranks).chunk(ranks.size), dim=-1)
-
-
-def reduce_scatter(partial: Tensor, group: Group, dim: int) -> Tensor:
-    """Forward: reduce-scatter along ``dim``. Backward: all-gather.
-
-    Raises:
-        ContractError: ``dim`` cannot be split into equal shards.
-    """
-    check_even(partial, dim, group.size)
-    return reduce_scatter_from_tp_region(partial, group, dim)
 
 
 # --- loss -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,26 +23,32 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from namedmesh._torch import get_group_by_name
-from namedmesh.compat import ContractError, ContractRuntimeError
-from namedmesh.compat.layers import SELF_GROUP, Initializer, ParallelLayer, VocabEmbedding, scatter
+from namedmesh.compat.errors import ContractError, ContractRuntimeError
+from namedmesh.compat.layers import (
+    SELF_GROUP,
+    ColumnLayer,
+    Initializer,
+    ParallelLayer,
+    RowLayer,
+    VocabEmbedding,
+    sum_partial,
+)
 from namedmesh.compat.megatron import mappings as _mappings  # `mappings` is another name below
 from namedmesh.compat.megatron.mappings import *
 from namedmesh.compat.megatron.mappings import (
-    reduce_scatter,
+    groups_by_name,
     resolve_group,
     set_tensor_model_parallel_attributes,
 )
 from namedmesh.launch import default_group_device
-from namedmesh.tensor_parallel.collectives import (
-    all_gather_to_tp_region,
-    copy_to_tp_region,
-    gather,
-    reduce_from_tp_region,
-)
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 __all__ += _mappings.__all__
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
 
 Result: TypeAlias = "tuple[Tensor, nn.Parameter | None]"
 
@@ -80,8 +86,7 @@ class _Layer(ParallelLayer):
     @property
     def tp_group(self) -> ProcessGroup | None:
         """The group of the layer; None if ``torch.distributed`` was not initialized."""
-        # The layer keeps the name only: a process group cannot be copied or pickled with the layer.
-        return get_group_by_name(self.group.name) if self.group.name else None
+        return groups_by_name.get(self.group.name)
 
 
 class _Linear(_Layer):
@@ -133,7 +138,7 @@ def _ignore_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, 
     state.pop(f"{prefix}_extra_state", None)
 
 
-class ColumnParallelLinear(_Linear):
+class ColumnParallelLinear(_Linear, ColumnLayer):
     """A linear layer whose output features are sharded over the tensor parallel ranks.
 
     The local shard of the weight is ``(output_size / t, input_size)``, the local bias
@@ -229,22 +234,24 @@ class ColumnParallelLinear(_Linear):
             raise ContractRuntimeError(
                 f"ColumnParallelLinear got {got}; pass the local shard, of shape {expected}, to its forward"
             )
-        if self.sequence_parallel and not self.explicit_expert_comm:
-            input_ = all_gather_to_tp_region(input_, self.group, 0)
-        elif not (self.disable_grad_reduce or self.explicit_expert_comm):
-            input_ = copy_to_tp_region(input_, self.group)
-        bias = None if self.skip_bias_add else self.bias
-        output = F.linear(input_, weight, bias)
+        is_sequence_sharded = self.sequence_parallel and not self.explicit_expert_comm
         if runtime_gather_output is None:
             runtime_gather_output = self.gather_output
-        if runtime_gather_output:
-            output = gather(output, self.group, -1)
+        output = self.project(
+            input_,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            gather_output=runtime_gather_output,
+            sequence_dim=0 if is_sequence_sharded else None,
+            communicates_input=is_sequence_sharded
+            or not (self.disable_grad_reduce or self.explicit_expert_comm),
+        )
         if self.skip_bias_add:
             return output, self.bias
         return output, None
 
 
-class RowParallelLinear(_Linear):
+class RowParallelLinear(_Linear, RowLayer):
     """A linear layer whose input features are sharded over the tensor parallel ranks.
 
     The weight is the local shard ``(output_size, input_size / t)``. The bias is replicated, and
@@ -274,8 +281,6 @@ class RowParallelLinear(_Linear):
         ContractRuntimeError: sequence parallelism with a replicated input.
         ContractError: an expert's layer that would add its bias on every rank.
     """
-
-    dim = 1
 
     def __init__(
         self,
@@ -323,13 +328,7 @@ class RowParallelLinear(_Linear):
         """
         # On a group of one rank the reduction is the identity, which leaves the output partial.
         group = SELF_GROUP if self.explicit_expert_comm else self.group
-        if not self.input_is_parallel:
-            input_ = scatter(input_, self.group, -1)
-        partial = F.linear(input_, self.weight)
-        if self.sequence_parallel:
-            output = reduce_scatter(partial, group, 0)
-        else:
-            output = reduce_from_tp_region(partial, group)
+        output = self.project(input_, group, sequence_dim=0 if self.sequence_parallel else None)
         if self.skip_bias_add:
             return output, self.bias
         # After the reduction, which would otherwise sum the bias over the ranks.
@@ -392,8 +391,8 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
         else:
             vectors = self.look_up(input_, deterministic=self.deterministic_mode)
         if not self.reduce_scatter_embeddings:
-            return reduce_from_tp_region(vectors, self.group)
-        return reduce_scatter(vectors.transpose(0, 1), self.group, 0)
+            return sum_partial(vectors, self.group, None)
+        return sum_partial(vectors.transpose(0, 1), self.group, 0)
 
 
 # Code that imports upstream's submodules gets this module, which has the names of both.

@@ -1,4 +1,4 @@
-"""Create the groups of our fallback for ``megatron.core.parallel_state``.
+"""Make the groups of our fallback for ``megatron.core.parallel_state``.
 
 The accessors, and the variables that they read, are in
 :mod:`namedmesh.compat.megatron.parallel_state`.
@@ -9,35 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from inspect import signature
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from namedmesh._torch import all_gather_object, set_group_timeout
-from namedmesh.compat import ContractError, ContractRuntimeError
+from namedmesh.axes import DENSE_COUNTERPARTS
+from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.compat.megatron.ranks import (
-    MEGATRON_NAMES,
-    MeshRanks,
+    RankGenerator,
     default_embedding_ranks,
     default_position_embedding_ranks,
     split_ranks,
 )
+from namedmesh.compat.state import check_default_group
+from namedmesh.groups import set_timeout
+from namedmesh.launch import default_group_device
 from namedmesh.legacy import DENSE, MEGATRON_GROUPS, GroupSpec
+
+# Arguments that only megatron-core can use: NCCL settings, SHARP, and weights that are gathered for
+# each use. Our fallback takes their defaults.
+_NEED_MEGATRON_CORE: tuple[str, ...] = ("pipeline_model_parallel_comm_backend", "use_sharp", "gtp_remat_size")
+_NEED_MEGATRON_CORE += ("expert_gtp_remat_size", "nccl_communicator_config_path")
+_NEED_MEGATRON_CORE += ("high_priority_stream_groups", "sharp_enabled_group")
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Any]) -> None:
-    """Return None, the options of a group without NCCL settings.
-
-    Raises:
-        ContractError: the group has settings, which only megatron-core can apply.
-    """
+    """Return None, the options of a group; raise a ContractError if it has NCCL settings."""
     if nccl_comm_cfgs.get(pg_name):
-        raise ContractError(
-            f"the NCCL settings of {pg_name!r} are not supported without megatron-core; install "
-            "it, or bind a mesh whose axes have GroupOptions"
-        )
+        raise ContractError(f"the NCCL settings of {pg_name!r} need megatron-core; install it")
 
 
 def overwrite_nccl_comm_cfgs(
@@ -50,10 +52,6 @@ def overwrite_nccl_comm_cfgs(
 
 class ParallelStateFallback:
     """Makes Megatron's groups and assigns them to the variables of a module.
-
-    ``create_group`` and ``RankGenerator`` are looked up in the module at each call, because
-    :class:`~namedmesh.compat.megatron.binding.ParallelStateBinding` replaces both while it makes
-    the groups of a mesh.
 
     Args:
         module: the namespace of the module.
@@ -71,7 +69,7 @@ class ParallelStateFallback:
         use_local_synchronization: bool = False,
         group_desc: str | None = None,
     ) -> Any:
-        """Create a group that is not shared or cached, as ``torch.distributed.new_group`` does.
+        """Create a group as ``torch.distributed.new_group`` does.
 
         Collective: every rank must call it.
         """
@@ -92,7 +90,7 @@ class ParallelStateFallback:
         local_group = None
         # torch requires every rank to create every group, also those that it is not in.
         for ranks in rank_sets:
-            group = self.module["create_group"](ranks, **options)
+            group = self.create_group(ranks, **options)
             if dist.get_rank() in ranks:
                 local_group = group
         return local_group
@@ -130,29 +128,21 @@ class ParallelStateFallback:
         sizes = list(hierarchical_group_sizes)
         if prod(sizes) != len(ranks):
             raise ContractError(
-                f"the hierarchical sizes {sizes} multiply to {prod(sizes)}, but the group has "
-                f"{len(ranks)} ranks; change a size"
+                f"the hierarchical sizes {sizes} multiply to {prod(sizes)}, but there are {len(ranks)} ranks"
             )
         options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
         groups = []
         gloo_groups = []
         for level, size in enumerate(sizes):
             # At each level, the distance between neighbors is the product of the inner sizes.
-            rank_sets = split_ranks([ranks], size, prod(sizes[:level]))
+            sets = split_ranks([ranks], size, prod(sizes[:level]))
             name = f"HIERARCHICAL_{group_desc}_L{level}"
-            groups.append(
-                self._create_groups(rank_sets, timeout=timeout, pg_options=options[level], group_desc=name)
-            )
-            gloo_group = None
+            arguments: dict[str, Any] = {"timeout": timeout, "group_desc": name}
+            groups.append(self._create_groups(sets, pg_options=options[level], **arguments))
             # As upstream: the options are NCCL's, so gloo groups have none.
-            if create_gloo_process_groups:
-                gloo_group = self._create_groups(
-                    rank_sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
-                )
-            gloo_groups.append(gloo_group)
-        if rank not in ranks:
-            return [], []
-        return groups, gloo_groups
+            gloo_sets = sets if create_gloo_process_groups else []
+            gloo_groups.append(self._create_groups(gloo_sets, backend="gloo", **arguments))
+        return (groups, gloo_groups) if rank in ranks else ([], [])
 
     def create_hybrid_dp_cp_groups(self, rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
         """Create groups of neighboring ranks, for each power of two below the number of ranks.
@@ -166,11 +156,8 @@ class ParallelStateFallback:
         # The group of all ranks is not among them, as get_hybrid_data_context_parallel_groups
         # returns the data parallel group for its size.
         for power in range(1, len(ranks).bit_length() - 1):
-            size = 2**power
-            rank_sets = split_ranks([ranks], size)
-            groups[size] = self._create_groups(
-                rank_sets, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{size}"
-            )
+            sets = split_ranks([ranks], 2**power)
+            groups[2**power] = self._create_groups(sets, pg_options=pg_options)
         return groups if rank in ranks else {}
 
     def create_all_gather_groups(
@@ -182,7 +169,6 @@ class ParallelStateFallback:
         """Create duplicates of the dp-cp and edp groups, so that collectives can overlap.
 
         All-gathers use the duplicate while reduce-scatters use the group.
-
         Collective: every rank must call it.
 
         Args:
@@ -200,22 +186,17 @@ class ParallelStateFallback:
         get_nccl_options("dp_cp", nccl_comm_cfgs or {})
         if self.module["_DATA_PARALLEL_GROUP"] is None:
             raise ContractRuntimeError(
-                "there are no groups to duplicate; call initialize_model_parallel(...) first"
+                "there are no groups to duplicate; call initialize_model_parallel(...)"
             )
-        world = cast("dist.ProcessGroup", dist.group.WORLD)
+        duplicates: list[Any] = [None, None]
         variables = ["_DATA_PARALLEL_GROUP_WITH_CP"]
         if for_expert_parallelism and self.module["get_expert_model_parallel_world_size"]() > 1:
             variables.append("_EXPERT_DATA_PARALLEL_GROUP")
-        duplicates: list[Any] = []
-        for variable in variables:
+        for position, variable in enumerate(variables):
             # A rank uses its own group only, but torch requires it to create every group.
-            local_ranks = tuple(dist.get_process_group_ranks(self.module[variable]))
-            rank_sets = list(dict.fromkeys(all_gather_object(world, local_ranks)))
-            duplicates.append(
-                self._create_groups(rank_sets, timeout=timeout, group_desc=f"{variable[1:]}_AG")
-            )
-        if len(duplicates) == 1:
-            duplicates.append(None)
+            sets = _gather_rank_sets(self.module[variable])
+            name = f"{variable[1:]}_AG"
+            duplicates[position] = self._create_groups(sets, timeout=timeout, group_desc=name)
         return duplicates[0], duplicates[1]
 
     def update_pg_timeout(self, timeout: timedelta, pg: Any = None) -> None:
@@ -227,11 +208,10 @@ class ParallelStateFallback:
         dist.barrier(pg)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        groups = self.module["_global_process_group_list"] if pg is None else [pg]
-        for group in groups:
-            set_group_timeout(timeout, group)
+        for group in self.module["_global_process_group_list"] if pg is None else [pg]:
+            set_timeout(group, timeout)
 
-    def initialize_model_parallel(  # noqa: C901, PLR0917  upstream's signature, and its checks
+    def initialize_model_parallel(  # noqa: C901, PLR0912, PLR0915, PLR0917  upstream's signature and checks
         self,
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
@@ -269,31 +249,24 @@ class ParallelStateFallback:
             ContractRuntimeError: the sizes do not divide the world size, or virtual stages without
                 a pipeline.
         """
-        # Only megatron-core has the code for NCCL settings, SHARP, and weights that are gathered for
-        # each use (gtp_remat).
-        needs_megatron_core: dict[str, object] = {
-            "pipeline_model_parallel_comm_backend": pipeline_model_parallel_comm_backend
-            not in {None, "nccl"},
-            "use_sharp": use_sharp,
-            "gtp_remat_size": gtp_remat_size > 1,
-            "expert_gtp_remat_size": expert_gtp_remat_size > 1,
-            "nccl_communicator_config_path": nccl_communicator_config_path,
-            "high_priority_stream_groups": high_priority_stream_groups,
-            "sharp_enabled_group": sharp_enabled_group,
-        }
-        unsupported = [name for name, is_used in needs_megatron_core.items() if is_used]
+        arguments = locals()
+        parameters = signature(self.initialize_model_parallel).parameters
+        unsupported = []
+        for name in _NEED_MEGATRON_CORE:
+            if arguments[name] not in {parameters[name].default, "nccl"}:
+                unsupported.append(name)  # noqa: PERF401  readable in three lines
         if unsupported:
             raise ContractError(
                 f"{', '.join(unsupported)} cannot be used without megatron-core; install it and "
                 "call namedmesh.compat.megatron.install(), or omit these arguments"
             )
-        if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size == 1:
+        check_default_group()
+        pp = pipeline_model_parallel_size
+        if virtual_pipeline_model_parallel_size is not None and pp == 1:
             raise ContractRuntimeError(
-                "virtual_pipeline_model_parallel_size splits the stages of a pipeline, but there "
-                "is one stage; set pipeline_model_parallel_size to 2 or more"
+                "virtual_pipeline_model_parallel_size needs a pipeline; set pipeline_model_parallel_size to 2 or more"
             )
         tp = tensor_model_parallel_size
-        pp = pipeline_model_parallel_size
         cp = context_parallel_size
         ep = expert_model_parallel_size
         etp = tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
@@ -301,29 +274,30 @@ class ParallelStateFallback:
         world_size = dist.get_world_size() if local_world_size is None else local_world_size
         dp = _divide_world_size(world_size, tp, pp, cp)
         edp = _divide_world_size(world_size, etp, ep, pp)
-        dense = self.module["RankGenerator"](tp, 1, dp, pp, cp, order, rank_offset)
+        dense = RankGenerator(tp, 1, dp, pp, cp, order, rank_offset)
         # The expert layout has ep, and no cp: its axes edp, ep and etp cover the ranks along cp.
-        expert = self.module["RankGenerator"](etp, ep, edp, pp, 1, order, rank_offset)
+        expert = RankGenerator(etp, ep, edp, pp, 1, order, rank_offset)
         # Upstream asserts equal sizes for an order that does not end with pp, and then equal ranks.
         differ_in_size = not order.endswith("pp") and pp > 1 and dp != edp
         if differ_in_size or dense.get_ranks("pp") != expert.get_ranks("pp"):
             raise ContractError(
-                "the pipelines of the dense layers and of the experts have different ranks in the "
-                f"order {order!r}; put pp last in it, or choose sizes for which edp equals dp"
+                f"the pipelines of the dense layers and of the experts differ in the order {order!r}; put pp last"
+            )
+        if self.module["_DATA_PARALLEL_GROUP"] is not None:
+            raise ContractError(
+                "Megatron's parallel state is already initialized; call destroy_model_parallel() first, or bind "
+                "another mesh in addition with bind(mesh)"
             )
         # An optimizer instance is a slice of the data parallel ranks, of the experts' ones too.
-        for name, size in (("dp x cp", dp * cp), ("edp", edp)):
-            if instances < 1 or size % instances:
-                raise ContractError(
-                    f"num_distributed_optimizer_instances is {instances}, which does not divide "
-                    f"{name} = {size}; change it"
-                )
-        if hybrid_context_parallel and dp * cp % 2:
+        if instances < 1 or dp * cp % instances or edp % instances:
             raise ContractError(
-                f"hybrid_context_parallel needs an even dp x cp, but it is {dp * cp}; change a size"
+                f"num_distributed_optimizer_instances is {instances}, which does not divide dp x cp = {dp * cp} and "
+                f"edp = {edp}; change it"
             )
+        if hybrid_context_parallel and dp * cp % 2:
+            raise ContractError(f"hybrid_context_parallel needs an even dp x cp, got {dp * cp}")
         timeout = timedelta(minutes=distributed_timeout_minutes)
-        omitted = {"several"}  # _create_multi_group_rows makes these
+        omitted = {"several"}  # they are made below
         if instances == 1:
             omitted.add("peers")
         if not create_all_gather_group:
@@ -333,17 +307,21 @@ class ParallelStateFallback:
             "first": get_position_embedding_ranks or default_position_embedding_ranks,
         }
         for row in MEGATRON_GROUPS:
-            if row.members in omitted:
-                continue
-            rank_sets = _list_rank_sets(row, dense, expert, instances)
-            # Embeddings are on some stages of each pipeline, which the caller may choose.
-            if row.members in choose_ranks:
-                choose = choose_ranks[row.members]
-                rank_sets = [list(choose(pipeline)) for pipeline in rank_sets]
-            self._create_row(row, rank_sets, timeout, gloo=create_gloo_process_groups)
-        self._create_multi_group_rows(
-            dense, hierarchical_context_parallel_sizes, hybrid=hybrid_context_parallel, timeout=timeout
-        )
+            if row.members not in omitted:
+                sets = _list_rank_sets(row, dense, expert, instances)
+                # Embeddings are on some stages of each pipeline, which the caller may choose.
+                if row.members in choose_ranks:
+                    sets = [list(choose_ranks[row.members](pipeline)) for pipeline in sets]
+                self._create_row(row, sets, timeout, gloo=create_gloo_process_groups)
+        rank = dist.get_rank()
+        for ranks in dense.get_ranks("cp") if hierarchical_context_parallel_sizes else []:
+            sizes = hierarchical_context_parallel_sizes or ()
+            name = "CONTEXT_PARALLEL_GROUP"
+            groups, _ = self.create_hierarchical_groups(rank, ranks, sizes, timeout=timeout, group_desc=name)
+            if groups:
+                self.module["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = groups
+        for ranks in dense.get_ranks("dp-cp") if hybrid_context_parallel else []:
+            self.module["_HYBRID_DP_CP_GROUPS"].update(self.create_hybrid_dp_cp_groups(rank, ranks, None))
         if virtual_pipeline_model_parallel_size is not None:
             self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
             self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline_model_parallel_size
@@ -358,61 +336,43 @@ class ParallelStateFallback:
         Collective: every rank must call it.
         """
         name = row.variable[1:]
-        self.module[row.variable] = self._create_groups(rank_sets, timeout=timeout, group_desc=name)
+        group = self._create_groups(rank_sets, timeout=timeout, group_desc=name)
+        self.module[row.variable] = group
         if row.ranks:
-            self.module[row.ranks] = None
-            for ranks in rank_sets:
-                if dist.get_rank() in ranks:
-                    self.module[row.ranks] = list(ranks)
-                    break
+            own = [list(ranks) for ranks in rank_sets if dist.get_rank() in ranks]
+            self.module[row.ranks] = own[0] if own else None
         if row.gloo and gloo:
             self.module[row.gloo] = self._create_groups(
                 rank_sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
             )
 
-    def _create_multi_group_rows(
-        self, dense: MeshRanks, levels: Sequence[int] | None, *, hybrid: bool, timeout: timedelta
-    ) -> None:
-        """Create and assign the groups of the rows in which a rank has several groups.
 
-        Collective: every rank must call it.
-
-        Args:
-            dense: the ranks of the dense layers.
-            levels: the sizes of the hierarchical context parallel groups, if there are any.
-            hybrid: whether to create the hybrid groups over dp and cp.
-            timeout: the timeout of the hierarchical groups. As upstream, the hybrid ones have
-                torch's default.
-        """
-        rank = dist.get_rank()
-        if levels:
-            for ranks in dense.get_ranks("cp"):
-                groups, _ = self.create_hierarchical_groups(
-                    rank, ranks, levels, timeout=timeout, group_desc="CONTEXT_PARALLEL_GROUP"
-                )
-                if groups:
-                    self.module["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = groups
-        if hybrid:
-            for ranks in dense.get_ranks("dp-cp"):
-                hybrid_groups = self.create_hybrid_dp_cp_groups(rank, ranks, None)
-                self.module["_HYBRID_DP_CP_GROUPS"].update(hybrid_groups)
-
-
-def _list_rank_sets(row: GroupSpec, dense: MeshRanks, expert: MeshRanks, instances: int) -> list[list[int]]:
+def _list_rank_sets(
+    row: GroupSpec, dense: RankGenerator, expert: RankGenerator, instances: int
+) -> list[list[int]]:
     """Return the ranks of every group of a row; for embeddings, of every pipeline."""
-    token = "-".join([MEGATRON_NAMES.get(axis, axis) for axis in row.axes])
-    generator = dense if row.view == DENSE else expert
-    rank_sets = generator.get_ranks(token)
+    # The experts' axes share their names with the dense axes in Megatron.
+    token = "-".join([DENSE_COUNTERPARTS.get(axis, axis) for axis in row.axes])
+    rank_sets = (dense if row.view == DENSE else expert).get_ranks(token)
     instance_size = len(rank_sets[0]) // instances
     if row.variable == "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP":
         # An instance holds full replicas of the model, which must not be split.
         return split_ranks(expert.get_ranks("tp-ep-pp"), instance_size)
-    # Consecutive ranks of a group form an instance, so the distance between counterparts is the size of an instance.
+    # Consecutive ranks of a group form an instance, so the distance between counterparts is the size
+    # of an instance.
     if row.members == "instance":
         return split_ranks(rank_sets, instance_size)
     if row.members == "peers":
         return split_ranks(rank_sets, instances, instance_size)
     return rank_sets
+
+
+def _gather_rank_sets(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """Return the ranks of the groups of all ranks, which have the same size. Collective."""
+    local_ranks = torch.tensor(dist.get_process_group_ranks(group), device=default_group_device())
+    gathered = [torch.empty_like(local_ranks) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local_ranks)
+    return list(dict.fromkeys(tuple(ranks.tolist()) for ranks in gathered))
 
 
 def _divide_world_size(world_size: int, *sizes: int) -> int:
@@ -423,22 +383,6 @@ def _divide_world_size(world_size: int, *sizes: int) -> int:
             f"the sizes {product} do not divide the world size {world_size}; change a size"
         )
     return world_size // prod(sizes)
-
-
-def raise_uninitialized(variable: str, check_initialized: bool = True) -> Any:
-    """Raise the error of an accessor whose variable is None or empty.
-
-    Args:
-        variable: the name of the variable.
-        check_initialized: the accessor's flag; if it is False, return None.
-    """
-    if not check_initialized:
-        return None
-    name = variable.strip("_").replace("_", " ").lower()
-    raise ContractError(
-        f"the {name} is not initialized; call initialize_model_parallel(...) with the option that "
-        "makes it, or namedmesh.compat.megatron.bind(mesh)"
-    )
 
 
 class GlobalMemoryBuffer:
