@@ -169,8 +169,8 @@ def check_flattened_groups(
         actual = tuple(sorted(dist.get_process_group_ranks(group)))
         if actual != expected:
             problems.append(
-                f"the group of axes {format_axes(axes)} has ranks {format_items(actual)}, but {layout} has "
-                f"{format_items(expected)} for rank {rank}; omit it, or name its axes"
+                f"the group of axes {format_axes(axes)} has ranks {format_items(actual)}, but "
+                f"{layout} has {format_items(expected)} for rank {rank}; omit it, or name its axes"
             )
         checked[tuple(axis for axis in layout if axis in axes)] = group
     if problems:

@@ -38,7 +38,8 @@ def one_axis(mesh: object, axis: str, call: str) -> DeviceMesh:
         )
     if mesh.ndim != 1:
         raise MeshError(
-            f"{call} works along one axis, but its mesh is a DeviceMesh of {mesh.mesh_dim_names or mesh.ndim}; give it the "
+            f"{call} works along one axis, but its mesh is a DeviceMesh of "
+            f"{mesh.mesh_dim_names or mesh.ndim}; give it the "
             f'NamedMesh, or one axis, such as mesh["{axis}"]'
         )
     return mesh
@@ -60,8 +61,8 @@ def named_mesh(mesh: object, call: str) -> NamedMesh:
     if isinstance(mesh, DeviceMesh):
         got = f"a DeviceMesh of {mesh.mesh_dim_names or mesh.ndim}"
     raise MeshError(
-        f"mesh of {call} must be the NamedMesh, as init_mesh() returns it, got {got}; make one from "
-        "a DeviceMesh over all axes with NamedMesh.from_device_mesh(mesh)"
+        f"mesh of {call} must be the NamedMesh, as init_mesh() returns it, got {got}; make one "
+        "from a DeviceMesh over all axes with NamedMesh.from_device_mesh(mesh)"
     )
 
 

@@ -79,8 +79,8 @@ def init(
     if dist.is_initialized():
         raise LaunchError(
             f"the default process group exists already (backend {dist.get_backend()}, "
-            f"{format_count(dist.get_world_size(), 'rank')}); call launch.init() once, or leave it to "
-            "init_mesh()"
+            f"{format_count(dist.get_world_size(), 'rank')}); call launch.init() once, or leave "
+            "it to init_mesh()"
         )
     # It raises if the timeout is not valid.
     GroupOptions(timeout=timeout)
@@ -176,9 +176,9 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
     outcome = call_in_thread(connect, timeout + _CONNECTION_GRACE_PERIOD)
     if outcome is None:
         raise LaunchError(
-            f"{address}, port {port} (MASTER_ADDR and MASTER_PORT) did not answer as the store of a job "
-            f"within {timeout.total_seconds():g} s; another program may use this port: choose another "
-            "MASTER_PORT for all ranks, and check MASTER_ADDR"
+            f"{address}, port {port} (MASTER_ADDR and MASTER_PORT) did not answer as the store of "
+            f"a job within {timeout.total_seconds():g} s; another program may use this port: "
+            "choose another MASTER_PORT for all ranks, and check MASTER_ADDR"
         )
     store: dist.Store = outcome()
     return store

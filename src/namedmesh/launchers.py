@@ -164,8 +164,8 @@ def check_torchrun_variables(environment: Mapping[str, str]) -> None:
     # torch would look for such a host until the timeout.
     if not re.fullmatch(r"[^\s\[\]/]+", address):
         problems.append(
-            "MASTER_ADDR must be the name or the address of a host, without spaces, brackets or slashes, "
-            f"such as node0, 10.0.0.1 or ::1, got {address!r}"
+            "MASTER_ADDR must be the name or the address of a host, without spaces, brackets or "
+            f"slashes, such as node0, 10.0.0.1 or ::1, got {address!r}"
         )
     if not 0 < port < 2**16:
         problems.append(f"MASTER_PORT must be at least 1 and less than 65536, got {port}")

@@ -243,8 +243,8 @@ class Layout:
         missing = [axis for axis, size in self.items() if size > 1 and axis not in coords]
         if missing:
             raise LayoutError(
-                f"no coordinate for {format_items(map(repr, missing))} of {self}; give one for each "
-                "axis, or ask where() for all ranks that share some"
+                f"no coordinate for {format_items(map(repr, missing))} of {self}; give one for "
+                "each axis, or ask where() for all ranks that share some"
             )
         return self._find_first_rank(coords)
 
@@ -370,8 +370,8 @@ class Layout:
         for axis, coord in coords.items():
             if as_int(coord) not in range(self[axis]):
                 problems.append(
-                    f"coordinate {axis}={coord!r} is outside the axis; its coordinates are the ints "
-                    f"0 to {self[axis] - 1}"
+                    f"coordinate {axis}={coord!r} is outside the axis; its coordinates are the "
+                    f"ints 0 to {self[axis] - 1}"
                 )
         if problems:
             raise LayoutError(*problems)

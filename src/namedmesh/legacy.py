@@ -282,8 +282,8 @@ def compute_layouts(
         and make_partition_key(dense, "pp") != make_partition_key(expert, "pp")
     ):
         raise LayoutError(
-            f"the pipelines of {dense} and of the experts' {expert} are not the same ranks; put pp first or last "
-            f"in the order {'-'.join(tokens)!r}"
+            f"the pipelines of {dense} and of the experts' {expert} are not the same ranks; put "
+            f"pp first or last in the order {'-'.join(tokens)!r}"
         )
     return JobLayout(api, dense, expert, tuple(notes))
 

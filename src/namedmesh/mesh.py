@@ -355,9 +355,9 @@ class NamedMesh(MeshAccessors):
             # Every rank of the world must take part in the creation of a group, but some do not have
             # this mesh.
             raise MeshError(
-                f"{self.layout} is a part of the world of {groups.world_size} ranks, and torch makes "
-                f"groups with every rank; {call} needs a mesh over all of them, or groups that were made "
-                "before the mesh was adopted"
+                f"{self.layout} is a part of the world of {groups.world_size} ranks, and torch "
+                f"makes groups with every rank; {call} needs a mesh over all of them, or groups "
+                "that were made before the mesh was adopted"
             )
         with agree_on(call, groups.defaults.timeout) as compare:
             yield compare
@@ -412,9 +412,9 @@ def current_mesh() -> NamedMesh:
         return meshes[0]
     layouts = sorted(str(mesh.layout) for mesh in meshes)
     raise MeshError(
-        f"{len(meshes)} meshes are open in this process and none is selected: {', '.join(layouts)}; "
-        "select one with 'with mesh:', or make the last one with init_mesh(close_existing=True), "
-        "which closes the others"
+        f"{len(meshes)} meshes are open in this process and none is selected: "
+        f"{', '.join(layouts)}; select one with 'with mesh:', or make the last one with "
+        "init_mesh(close_existing=True), which closes the others"
     )
 
 

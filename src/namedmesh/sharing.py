@@ -191,9 +191,9 @@ class _Door:
         timeout = groups.normalize(options).timeout
         if request.timeout != timeout:
             self.other_timeout = (
-                f"a group over {format_axes(axes)} with a timeout of {request.timeout} was made in addition "
-                f"to the group of the mesh, whose timeout is {timeout}; share_groups(mesh, "
-                "keep_timeouts=True) shares it, or init_mesh(timeout=...)"
+                f"a group over {format_axes(axes)} with a timeout of {request.timeout} was made "
+                f"in addition to the group of the mesh, whose timeout is {timeout}; "
+                "share_groups(mesh, keep_timeouts=True) shares it, or init_mesh(timeout=...)"
             )
             return None
         return options
@@ -210,9 +210,9 @@ class _Door:
             unshared = [ranks for ranks, is_shared in self.requested.items() if not is_shared]
             count = sum(_find_layout_axes(order, ranks) is not None for ranks in unshared)
             problems.append(
-                f"{len(unshared)} of {len(self.requested)} groups that were asked for are over other ranks than "
-                f"the axes of {self.mesh.layout}, such as {format_items(unshared[0])}; the order {order} would "
-                f"share {count} of them"
+                f"{len(unshared)} of {len(self.requested)} groups that were asked for are over "
+                f"other ranks than the axes of {self.mesh.layout}, such as "
+                f"{format_items(unshared[0])}; the order {order} would share {count} of them"
             )
         for problem in problems:
             # The frames of the context manager and of contextlib are between this one and the block.

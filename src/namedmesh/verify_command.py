@@ -93,8 +93,8 @@ def _find_function(module_name: str, name: str) -> Callable[[], Any]:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise UsageError(
-            f"module {module_name!r} does not exist here; give the name by which it is imported, such as "
-            "package.module"
+            f"module {module_name!r} does not exist here; give the name by which it is imported, "
+            "such as package.module"
         ) from None
     function = getattr(module, name, None)
     if not callable(function):

@@ -240,20 +240,21 @@ class ModelCheck:
             return [_format_different_inputs(next(iter(names["input"])), len(self.ranks), self.axis)]
         if "gathered" in names:
             message = (
-                f"{format_items(sorted(names['gathered']))}: the output is all-gathered over {ranks} and counts as "
-                f"replicated, but its gradients differ: each rank uses a part of it, and loses the gradients "
-                f"of the others. Let the layer return its local shard (ColwiseParallel() without "
-                f"output_layouts), or use KeyValueParallel(...) for keys and values of which each rank uses "
-                f"its own heads"
+                f"{format_items(sorted(names['gathered']))}: the output is all-gathered over "
+                f"{ranks} and counts as replicated, but its gradients differ: each rank uses a "
+                "part of it, and loses the gradients of the others. Let the layer return its "
+                "local shard (ColwiseParallel() without output_layouts), or use "
+                "KeyValueParallel(...) for keys and values of which each rank uses its own heads"
             )
             return [message]
         if "gradients" in names:
             message = (
-                f"{format_items(names['gradients'])}: replicated on {ranks}, but the gradients differ, by up "
-                f"to {max(names['gradients'].values()):.2g} of their norm. Each rank has a partial gradient, "
-                f"and the replicas would diverge. Give a module that works on a local shard of features or "
-                f"tokens LocalParameters(), which all-reduces its gradients, and a linear whose features it "
-                f"uses shard by shard ColwiseParallel(), or KeyValueParallel(...) for keys and values"
+                f"{format_items(names['gradients'])}: replicated on {ranks}, but the gradients "
+                f"differ, by up to {max(names['gradients'].values()):.2g} of their norm. Each "
+                "rank has a partial gradient, and the replicas would diverge. Give a module that "
+                "works on a local shard of features or tokens LocalParameters(), which "
+                "all-reduces its gradients, and a linear whose features it uses shard by shard "
+                "ColwiseParallel(), or KeyValueParallel(...) for keys and values"
             )
             return [message]
         return []
@@ -273,9 +274,10 @@ def _find_equal_numbers(numbers_by_rank: Sequence[Sequence[float]]) -> list[str]
                 same.append(rank)
         if len(same) > 1:
             message = (
-                f"{format_ranks(same)} of the {len(numbers_by_rank)} ranks that share experts send the "
-                f"same tokens, whose gradients would count {len(same)} times; shard the sequence "
-                f"(SequenceParallel), or shard the experts over etp (ExpertTensorParallel)"
+                f"{format_ranks(same)} of the {len(numbers_by_rank)} ranks that share experts "
+                f"send the same tokens, whose gradients would count {len(same)} times; shard the "
+                "sequence (SequenceParallel), or shard the experts over etp "
+                "(ExpertTensorParallel)"
             )
             return [message]
     return []
@@ -284,9 +286,9 @@ def _find_equal_numbers(numbers_by_rank: Sequence[Sequence[float]]) -> list[str]
 def _format_different_inputs(name: str, size: int, axis: str, detail: str = "") -> str:
     """Return the message about the different inputs of a layer."""
     return (
-        f"{name or 'the model'}: the {size} ranks of {axis} have different inputs{detail}, but must "
-        f"work on the same samples; give their samplers the rank on the data axes "
-        f"(training.sampler_kwargs(mesh)), and the same seed to dropout before this layer"
+        f"{name or 'the model'}: the {size} ranks of {axis} have different inputs{detail}, but "
+        "must work on the same samples; give their samplers the rank on the data axes "
+        "(training.sampler_kwargs(mesh)), and the same seed to dropout before this layer"
     )
 
 

@@ -18,11 +18,11 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import to_local
 
 _CAUSES = (
-    "They must be equal there. The two commonest causes: the gradients are not averaged over this "
-    "axis, because fully_shard was called on a mesh without it, or not at all (fully_shard(model, "
-    "mesh=training.fsdp_mesh(mesh)) covers dp and cp); or the weights were never made equal (use "
-    "one seed on every rank, or training.init_parameters). A plain tensor that is a shard needs the "
-    "attribute tensor_model_parallel"
+    "They must be equal there. The two commonest causes: the gradients are not averaged over "
+    "this axis, because fully_shard was called on a mesh without it, or not at all "
+    "(fully_shard(model, mesh=training.fsdp_mesh(mesh)) covers dp and cp); or the weights were "
+    "never made equal (use one seed on every rank, or training.init_parameters). A plain tensor "
+    "that is a shard needs the attribute tensor_model_parallel"
 )
 
 _CAUSES_OF_TIES = (

@@ -165,9 +165,9 @@ class MicrobatchStage(PipelineStage):
         for meta, first in zip(metas, self._first_output_metas, strict=False):
             if meta.dtype != first.dtype or meta.shape.numel() > first.shape.numel():
                 raise TrainingError(
-                    f"stage {self.stage_index} returned {meta.dtype} of shape {tuple(meta.shape)} for a later "
-                    f"micro-batch, after {first.dtype} of shape {tuple(first.shape)} for the first; return "
-                    "tensors of one dtype, the largest first"
+                    f"stage {self.stage_index} returned {meta.dtype} of shape {tuple(meta.shape)} "
+                    f"for a later micro-batch, after {first.dtype} of shape {tuple(first.shape)} "
+                    "for the first; return tensors of one dtype, the largest first"
                 )
         self._stage_meta.outputs = metas
         self._setup_forward_send_info()

@@ -118,8 +118,8 @@ class Binding:
             return
         if self.state.shown is not None:
             raise ContractError(
-                f"{self.state.api} is already initialized, for {self.state.shown.layout}, which is selected; leave "
-                "the block of the mesh, or call bind(mesh)"
+                f"{self.state.api} is already initialized, for {self.state.shown.layout}, which "
+                "is selected; leave the block of the mesh, or call bind(mesh)"
             )
         try:
             request = self._read_call(args, kwargs)

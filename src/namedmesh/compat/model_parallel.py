@@ -101,8 +101,9 @@ class ModelParallel(Binding):
         assigned = [variable for variable in self.state.empty if vars(self.module)[variable] is not None]
         if assigned:
             raise ContractError(
-                f"{self.state.api} is already initialized: {', '.join(assigned)} have values; call the function "
-                "that destroys the groups first, or bind another mesh in addition with bind(mesh)"
+                f"{self.state.api} is already initialized: {', '.join(assigned)} have values; "
+                "call the function that destroys the groups first, or bind another mesh in "
+                "addition with bind(mesh)"
             )
         for spec in self.group_specs:
             backend = arguments.get(self.parameters[spec.axes[0]][1])
@@ -269,8 +270,8 @@ class ModelParallelLayer:
                 return before()
             raise ContractError(
                 f"{variable} is None: {api.name}'s model parallelism is not initialized; call "
-                f"{api.active.state.initialize}(...), or namedmesh.compat.{api.name}.bind(mesh) with an existing "
-                "mesh"
+                f"{api.active.state.initialize}(...), or namedmesh.compat.{api.name}.bind(mesh) "
+                "with an existing mesh"
             )
 
         text = f"``{variable}``" if read is None else f"``{read.__name__}({variable})``"

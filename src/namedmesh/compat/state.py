@@ -288,7 +288,8 @@ def check_open(mesh: object, call: str) -> None:
     """Raise a MeshError unless ``call`` was given an open NamedMesh."""
     if not isinstance(mesh, NamedMesh):
         raise MeshError(
-            f"{call} got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
+            f"{call} got a {type(mesh).__name__}; give it a NamedMesh, such as "
+            "NamedMesh.from_device_mesh(...)"
         )
     if mesh.closed:
         raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")

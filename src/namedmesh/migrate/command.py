@@ -32,8 +32,8 @@ def _configure(parser: ArgumentParser) -> None:
     text = "show what --write changes, and report the rest"
     action.add_argument("--diff", action="store_true", help=text)
     text = (
-        "install the compatibility layer where the groups are made, replace what is certain, and report "
-        "the rest; git is the backup"
+        "install the compatibility layer where the groups are made, replace what is certain, and "
+        "report the rest; git is the backup"
     )
     action.add_argument("--write", action="store_true", help=text)
     text = "a module whose names are those of an API: megatron, fairscale or ezpz; may be repeated"

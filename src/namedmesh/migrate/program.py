@@ -20,12 +20,13 @@ from namedmesh.migrate.table import APIS, Advice, LegacyApi
 from namedmesh.migrate.uses import FileUses, Use
 
 _VIRTUAL_DOUBT = (
-    "the program has virtual pipeline stages, which the default of ignore_virtual takes into account in "
-    "megatron-core up to 0.12 and in copies of it; give ignore_virtual=True if they are to be ignored"
+    "the program has virtual pipeline stages, which the default of ignore_virtual takes into "
+    "account in megatron-core up to 0.12 and in copies of it; give ignore_virtual=True if they "
+    "are to be ignored"
 )
 _ONE_PROCESS_DOUBT = (
-    "the program makes its groups under a condition only, and before them it returns a number, in one process "
-    "for example, where a mesh raises an error"
+    "the program makes its groups under a condition only, and before them it returns a number, "
+    "in one process for example, where a mesh raises an error"
 )
 
 

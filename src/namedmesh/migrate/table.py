@@ -294,8 +294,9 @@ def advise(module: str, name: str, arguments: Arguments) -> Advice | None:  # no
         # gpt-neox, SwissArmyTransformer and metaseq have fairscale's meaning.
         megatron, fairscale = advices
         doubt = (
-            f"{module} is not followed, and the name has two meanings: {fairscale} in fairscale and in most "
-            f"modules of programs, {megatron} in megatron.core; look it up, and give --module {module}=API"
+            f"{module} is not followed, and the name has two meanings: {fairscale} in fairscale "
+            f"and in most modules of programs, {megatron} in megatron.core; look it up, and give "
+            f"--module {module}=API"
         )
         return Advice(f"{fairscale} or {megatron}", doubt=doubt)
     # A legacy name without a row is reported, too: it has to be replaced by hand, or stays.

@@ -221,8 +221,9 @@ def _find_node_warnings(layouts: JobLayout, gpus_per_node: int, crossings: dict[
     for axis, layout in _map_axes_to_layouts(layouts).items():
         if crossings[axis] and axis in LAYER_AXES:
             warnings.append(
-                f"{axis}={layout[axis]} leaves a node of {format_count(gpus_per_node, 'GPU')}, with what it sends "
-                f"in every layer; put it first in --order, or choose a size that divides {gpus_per_node}"
+                f"{axis}={layout[axis]} leaves a node of {format_count(gpus_per_node, 'GPU')}, "
+                "with what it sends in every layer; put it first in --order, or choose a size "
+                f"that divides {gpus_per_node}"
             )
     return warnings
 

@@ -135,8 +135,8 @@ def list_partitions(
     layouts = list(islice(_iter_axes(world_size, job), _MOST_LAYOUTS + 1))
     if len(layouts) > _MOST_LAYOUTS:
         raise LayoutError(
-            f"a world of {world_size} ranks has more than {_MOST_LAYOUTS} layouts; give a world_size with "
-            "fewer divisors, such as a power of two"
+            f"a world of {world_size} ranks has more than {_MOST_LAYOUTS} layouts; give a "
+            "world_size with fewer divisors, such as a power of two"
         )
     return tuple(_find_best(axes, searches, limit, dp_replicate) for axes in layouts)
 

@@ -95,7 +95,8 @@ def describe_assumptions(job: Job) -> str:
     else:
         loss = "an eager loss"
     return (
-        f"The numbers are for {_TRAINERS[job.trainer]}, matrix products in {job.precision}, {sharing} "
-        f"sequence parallelism, {loss}, AdamW with its states in float32, and {job.hardware.name}; see --trainer, "
-        "--precision, --sequence-parallel, --fused-loss and --hardware."
+        f"The numbers are for {_TRAINERS[job.trainer]}, matrix products in {job.precision}, "
+        f"{sharing} sequence parallelism, {loss}, AdamW with its states in float32, and "
+        f"{job.hardware.name}; see --trainer, --precision, --sequence-parallel, --fused-loss and "
+        "--hardware."
     )

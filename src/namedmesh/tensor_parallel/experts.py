@@ -201,8 +201,8 @@ def _check_expert_axes(mesh: NamedMesh) -> None:
     # ExpertTensorParallel sums over etp, where the ranks need the same tokens, as along tp.
     if "etp" in mesh and not problems and mesh.ranks("etp") not in {tp_ranks, (mesh.global_rank,)}:
         problems.append(
-            f"etp={mesh.size('etp')} must have size 1, or the same ranks as tp={len(tp_ranks)}: ranks "
-            "along etp need the same tokens"
+            f"etp={mesh.size('etp')} must have size 1, or the same ranks as tp={len(tp_ranks)}: "
+            "ranks along etp need the same tokens"
         )
     if problems:
         raise LayoutError(*problems)

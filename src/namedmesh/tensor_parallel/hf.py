@@ -168,8 +168,9 @@ def _complete_tp_plan(model: nn.Module, module_plan: Mapping[str, str]) -> dict[
     shards_attention = any(".self_attn." in key for key in tp_plan)
     if model_type in _UNSHARDABLE_ATTENTION and shards_attention:
         raise PlanError(
-            f"attention cannot be sharded as the plan states: {_UNSHARDABLE_ATTENTION[model_type]}; "
-            f"remove the entries of self_attn from model._tp_plan"
+            "attention cannot be sharded as the plan states: "
+            f"{_UNSHARDABLE_ATTENTION[model_type]}; remove the entries of self_attn from "
+            "model._tp_plan"
         )
     for stated, missing in _MISSING_ENTRIES.get(model_type, {}).items():
         for key in list(tp_plan):

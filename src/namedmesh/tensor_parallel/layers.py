@@ -280,8 +280,9 @@ def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = Tru
             remedy = "load with set_model_state_dict or without assign=True, and call with DTensors or shards"
             if name not in dict(module.named_parameters(recurse=False)):
                 remedy = (
-                    "it is no parameter any more, as after weight_norm or another parametrization: remove "
-                    "that (remove_parametrizations, remove_weight_norm), or leave the module out of the plan"
+                    "it is no parameter any more, as after weight_norm or another "
+                    "parametrization: remove that (remove_parametrizations, remove_weight_norm), "
+                    "or leave the module out of the plan"
                 )
             raise ShapeError(
                 f"{name} has shape {tuple(local.shape)} on this rank, whose shard has shape "

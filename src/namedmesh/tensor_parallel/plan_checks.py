@@ -338,9 +338,9 @@ def _check_summed_modules(
                     replicated.append(f"{fqn}.{name}".removeprefix("."))
         if replicated:
             yield (
-                f"{entry.fqn or 'the model'}: {type(entry.style).__name__} sums the output over the ranks, "
-                f"where {format_items(replicated, 4)} would count once per rank; shard them, or move them "
-                f"out of the module"
+                f"{entry.fqn or 'the model'}: {type(entry.style).__name__} sums the output over "
+                f"the ranks, where {format_items(replicated, 4)} would count once per rank; shard "
+                "them, or move them out of the module"
             )
 
 
@@ -383,7 +383,7 @@ def _check_ties(
             fqn = f"{fqns[module]}.{name}".removeprefix(".")
             formatted.append(f"{fqn}: {format_placement(placements.get((module, name)))}")
         yield (
-            f"one parameter (tied) has several placements ({format_items(formatted, 4)}); give all the "
-            f"same, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, or "
-            f"untie them first"
+            f"one parameter (tied) has several placements ({format_items(formatted, 4)}); give "
+            "all the same, such as RowwiseParallel for an embedding and ColwiseParallel for the "
+            "output head, or untie them first"
         )

@@ -333,8 +333,9 @@ def _describe_failure(sharded: nn.Module, plan: Plan, error: Exception) -> str:
     styles = {"": plan} if isinstance(plan, ParallelStyle) else plan
     entries = [f"{key or 'the model'}: {type(style).__name__}" for key, style in styles.items()]
     return (
-        f"the sharded copy raises in {place}: {type(error).__name__}: {get_first_line(error)}. A layer that works "
-        f"on a shard may be missing in the plan, which is {format_items(entries, _SHOWN_MISMATCHES)}"
+        f"the sharded copy raises in {place}: {type(error).__name__}: {get_first_line(error)}. A "
+        "layer that works on a shard may be missing in the plan, which is "
+        f"{format_items(entries, _SHOWN_MISMATCHES)}"
     )
 
 

@@ -137,8 +137,8 @@ def prepare_folder(target: Path) -> Lock:
     """
     if target.is_symlink():
         raise CheckpointError(
-            f"{target} is a symbolic link, and a save would replace what is behind it; remove the link, "
-            "or give another path"
+            f"{target} is a symbolic link, and a save would replace what is behind it; remove the "
+            "link, or give another path"
         )
     lock = Lock.acquire(target)
     remove_leftovers(target)
@@ -269,8 +269,8 @@ def _lock_file(path: Path) -> int:
             holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise CheckpointError(
-                f"{path.parent} is in use by {holder}, which saves its checkpoints there. Give this job a "
-                "directory of its own, or end that process."
+                f"{path.parent} is in use by {holder}, which saves its checkpoints there. Give "
+                "this job a directory of its own, or end that process."
             ) from None
         # The previous process may have removed the file after it was opened here. Then the lock is
         # on a file without a name.

@@ -401,15 +401,15 @@ def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:
     if adapters := [name for name in names if _belongs_to_adapter(name)]:
         problems.append(
             f"The checkpoint {source} has adapters of PEFT, such as {adapters[0]!r}. "
-            "from_pretrained() does not find these names, and would start from random weights. Load "
-            "the checkpoint into the model in one process (training.load(path, None, model)) and "
-            "call the model's own save_pretrained(), or merge_and_unload() first."
+            "from_pretrained() does not find these names, and would start from random weights. "
+            "Load the checkpoint into the model in one process (training.load(path, None, "
+            "model)) and call the model's own save_pretrained(), or merge_and_unload() first."
         )
     weights = [*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")]
     if others := sorted(file.name for file in weights if file.name not in _WRITTEN):
         problems.append(
-            f"{target} has other weights ({format_items(others, 4)}), which from_pretrained() would "
-            "read too, or instead. Give a new directory, or remove them."
+            f"{target} has other weights ({format_items(others, 4)}), which from_pretrained() "
+            "would read too, or instead. Give a new directory, or remove them."
         )
     if problems:
         raise CheckpointError(*problems)

@@ -368,8 +368,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             problems += format_problems({problem: map(repr, unexpected)})
         if self._strict and unused:
             problem = (
-                f"optimized in {self._label}, and by no optimizer here; give the optimizers that were saved, or pass "
-                "strict=False to leave their state out"
+                f"optimized in {self._label}, and by no optimizer here; give the optimizers that "
+                "were saved, or pass strict=False to leave their state out"
             )
             problems += format_problems({problem: map(repr, unused)})
         if problems:

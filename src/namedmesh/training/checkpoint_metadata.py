@@ -77,8 +77,8 @@ def unpickle_metadata(contents: bytes, path: Path) -> dcp.Metadata:
         names = {place.relative_path for place in metadata.storage_data.values()}
     except Exception as error:
         raise CheckpointError(
-            f"{path} is not a checkpoint: its {METADATA_NAME} is not the metadata of torch.distributed.checkpoint "
-            f"({get_first_line(error)})"
+            f"{path} is not a checkpoint: its {METADATA_NAME} is not the metadata of "
+            f"torch.distributed.checkpoint ({get_first_line(error)})"
         ) from error
     for name in names:
         check_file_name(name, path)

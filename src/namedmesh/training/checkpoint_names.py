@@ -41,8 +41,8 @@ MISSING = {
     "optimizers": "its state in addition to the state of its parameters is not in {}; create it from "
     "the same parameters, or load without it",
     "data": "no state of the data loader for this rank in {}, which was saved with other data ranks; "
-    "load it without data=, and skip the samples that were seen (a position that counts the samples "
-    "of all ranks can be an extra value)",
+    "load it without data=, and skip the samples that were seen (a position that counts the "
+    "samples of all ranks can be an extra value)",
 }
 
 GROUPS = 10**6
@@ -206,8 +206,8 @@ def check_storable(tensor: Tensor, label: str) -> None:
             type(local).__name__ if type(local) is not Tensor else f"tensor of {local.dtype}, {local.layout}"
         )
         raise CheckpointError(
-            f"{label}: a {kind} cannot be saved, because a load could not restore it; save it as plain "
-            "tensors, or register it with persistent=False"
+            f"{label}: a {kind} cannot be saved, because a load could not restore it; save it as "
+            "plain tensors, or register it with persistent=False"
         )
 
 

@@ -112,8 +112,8 @@ class CheckpointRanks:
         if group is None:
             raise CheckpointError(
                 "The default group was destroyed, and the group of checkpoints with it. Before "
-                "destroy_process_group(), wait for a save in the background: get its result(), or leave the "
-                "'with' block of CheckpointManager."
+                "destroy_process_group(), wait for a save in the background: get its result(), "
+                "or leave the 'with' block of CheckpointManager."
             )
         return {"no_dist": False, "process_group": group}
 
@@ -148,8 +148,8 @@ class CheckpointRanks:
             if time.monotonic() - start < 0.8 * self.timeout.total_seconds():
                 raise _make_lost_rank_error(call, failure) from None
             raise AgreementError(
-                f"some ranks did not call {call} within the timeout of the mesh ({failure}); call it on every "
-                "rank, and not only on one of them"
+                f"some ranks did not call {call} within the timeout of the mesh ({failure}); call "
+                "it on every rank, and not only on one of them"
             ) from None
         requests = self.run_on_all_ranks(
             f"{call} could not start",
@@ -301,6 +301,6 @@ def _make_error(error: BaseException, problem: str, rank: int) -> BaseException:
 def _make_lost_rank_error(what: str, error: BaseException) -> CheckpointError:
     """Return the error for a rank that has ended, or that does not answer."""
     return CheckpointError(
-        f"{what}: another rank has ended, or does not answer ({_format_first_line(error)}). Read the output "
-        "of the other ranks for the cause, and restart the job."
+        f"{what}: another rank has ended, or does not answer ({_format_first_line(error)}). Read "
+        "the output of the other ranks for the cause, and restart the job."
     )

@@ -105,8 +105,8 @@ def _check_extra_equal(leaves_by_rank: Sequence[Mapping[str, str]]) -> None:
             problems.append(f"{leaf} is {format_items(values, 4)}")
     if problems:
         raise CheckpointError(
-            f"the extra values differ between ranks: {format_items(problems, 4)}; give every rank the same, such as "
-            "a list of the values of all ranks"
+            f"the extra values differ between ranks: {format_items(problems, 4)}; give every rank "
+            "the same, such as a list of the values of all ranks"
         )
 
 
@@ -159,8 +159,9 @@ def _find_unequal_stages(state: State, mesh: NamedMesh, aliases: Mapping[str, st
     problems = []
     for _, name in find_differences(entries, group, mesh.device):
         problems.append(
-            f"{name!r} has other values on other stages, and a checkpoint has one tensor of each name. The "
-            "name of a layer has its number in the full model (training.stage_layers), and tied weights are equal"
+            f"{name!r} has other values on other stages, and a checkpoint has one tensor of each "
+            "name. The name of a layer has its number in the full model (training.stage_layers), "
+            "and tied weights are equal"
         )
     return problems
 

@@ -101,9 +101,10 @@ class State:
         for number, loader in enumerate(self.loaders):
             if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
                 raise CheckpointError(
-                    f"data must have state_dict() and load_state_dict(), got {type(loader).__name__}; pass "
-                    "torchdata's StatefulDataLoader, or save the number of the step, and call set_epoch and "
-                    "skip the batches before it when the run resumes"
+                    "data must have state_dict() and load_state_dict(), got "
+                    f"{type(loader).__name__}; pass torchdata's StatefulDataLoader, or save the "
+                    "number of the step, and call set_epoch and skip the batches before it when "
+                    "the run resumes"
                 )
             self._add(f"namedmesh.data.{number}", loader.state_dict())
         for name, state in seeds.collect_rng_states().items():
@@ -181,8 +182,8 @@ class State:
             remedy = "give a parameter to one optimizer"
             if name.startswith("model."):
                 remedy = (
-                    "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), and number "
-                    "the layers of pipeline stages with training.stage_layers"
+                    "save two models as one, nn.ModuleDict({'generator': ..., 'critic': ...}), "
+                    "and number the layers of pipeline stages with training.stage_layers"
                 )
             raise CheckpointError(f"{label} is the name of two values; {remedy}")
         self.values[name] = value
@@ -298,8 +299,8 @@ class State:
         """
         if self.optimizers and any(map(has_unsharded_gradients, self.modules)):
             raise CheckpointError(
-                "gradients are accumulated on each rank, and not reduced yet (set_requires_gradient_sync(False)); "
-                "save after the optimizer's step"
+                "gradients are accumulated on each rank, and not reduced yet "
+                "(set_requires_gradient_sync(False)); save after the optimizer's step"
             )
 
     @torch.no_grad()

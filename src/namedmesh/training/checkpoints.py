@@ -301,8 +301,9 @@ def _check_tied_equal(planner: LoadPlanner, checkpoint: Checkpoint, progress: Pr
             dcp.load(both, storage_reader=reader, planner=plain, no_dist=True)
         if not torch.equal(to_local(both[first]), to_local(both[second])):
             problems.append(
-                f"{first.removeprefix('model.')!r} and {second.removeprefix('model.')!r} are tied here, and are two "
-                f"different weights in the checkpoint {checkpoint.path}; untie them, or load another checkpoint"
+                f"{first.removeprefix('model.')!r} and {second.removeprefix('model.')!r} are tied "
+                f"here, and are two different weights in the checkpoint {checkpoint.path}; untie "
+                "them, or load another checkpoint"
             )
     if problems:
         raise CheckpointError(*problems)

@@ -150,9 +150,9 @@ def check_not_unsharded(without_grad: dict[int, Tensor]) -> None:
     hidden = {at: param for at, param in without_grad.items() if id(param) in unsharded}
     if hidden:
         raise TrainingError(
-            f"Parameters {format_params(hidden.items())} are unsharded by FSDP2, as after a forward "
-            "without a backward. Their gradients belong to the sharded parameters, and an "
-            "optimizer made from these trains nothing. Clip before the next forward, or first "
+            f"Parameters {format_params(hidden.items())} are unsharded by FSDP2, as after a "
+            "forward without a backward. Their gradients belong to the sharded parameters, and "
+            "an optimizer made from these trains nothing. Clip before the next forward, or first "
             "call reshard() on every FSDPModule of the model"
         )
 

@@ -54,8 +54,8 @@ def shard_sequence(*tensors: Tensor, mesh: AxisMesh, dim: int = 1) -> tuple[Tens
     lengths = sorted({tensor.shape[dim] for tensor in tensors})
     if len(lengths) != 1 or lengths[0] % num_chunks:
         raise ShapeError(
-            f"the lengths along dim {dim} must be equal and a multiple of {num_chunks}, got {lengths}; "
-            "pad the sequences"
+            f"the lengths along dim {dim} must be equal and a multiple of {num_chunks}, got "
+            f"{lengths}; pad the sequences"
         )
     chunk_size = lengths[0] // num_chunks
     starts = [chunk * chunk_size for chunk in _chunks_of_rank(mesh.get_local_rank(), mesh.size())]
@@ -142,8 +142,8 @@ def context_attention(
         problems.append("dropout_p needs ulysses=True; pass it, or dropout_p=0")
     if attn_mask is not None and is_causal:
         problems.append(
-            "attn_mask takes the place of is_causal=True; pass is_causal=False, and a causal mask if "
-            "attention is causal"
+            "attn_mask takes the place of is_causal=True; pass is_causal=False, and a causal "
+            "mask if attention is causal"
         )
     if problems:
         raise ShapeError(*problems)

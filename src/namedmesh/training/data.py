@@ -29,9 +29,9 @@ def find_data_axes(mesh: NamedMesh) -> list[str]:
         is_known = axis in known_axes or mesh.size(axis) == 1
         if not is_known:
             problems.append(
-                f"axis {axis!r} is none of {known_axes}, so it is not known whether samples differ along "
-                "it; make the mesh with these names, and add an axis of another name with "
-                "mesh.add_view(...)"
+                f"axis {axis!r} is none of {known_axes}, so it is not known whether samples "
+                "differ along it; make the mesh with these names, and add an axis of another "
+                "name with mesh.add_view(...)"
             )
     if problems:
         raise AxisError(*problems)

@@ -114,8 +114,8 @@ def normalize_loss(loss_sum: Tensor, num_tokens: Tensor, mesh: NamedMesh) -> Ten
         # gradients of the step would all have the same relative error of up to 0.4 %, which does
         # not average out.
         problems.append(
-            f"loss_sum must be in float32 or float64, got {loss_sum.dtype}, which is not exact enough; "
-            "compute the loss from logits.float()"
+            f"loss_sum must be in float32 or float64, got {loss_sum.dtype}, which is not exact "
+            "enough; compute the loss from logits.float()"
         )
     problems += _check_is_tensor("num_tokens", num_tokens, "pass the result of count_tokens")
     if problems:
@@ -163,8 +163,8 @@ def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
         is_valid = all(isinstance(value, Tensor) for value in values)
     if not is_valid:
         raise TrainingError(
-            f"losses must be a tensor or an iterable of tensors, got {losses!r}; pass the losses on "
-            "which backward() was called"
+            f"losses must be a tensor or an iterable of tensors, got {losses!r}; pass the losses "
+            "on which backward() was called"
         )
     total = sum_losses(values, mesh)
     axes = _find_token_axes(mesh)

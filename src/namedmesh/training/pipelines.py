@@ -94,9 +94,10 @@ class Pipeline:
         has_ddp = any(isinstance(module, DistributedDataParallel) for module in self._modules)
         if has_ddp and self._splits_backward:
             raise TrainingError(
-                f"{schedule} computes gradients of weights without the backward hooks of DDP, which would not "
-                "average them; use fully_shard(stage, mesh=training.fsdp_mesh(mesh)) with the axes "
-                "dp_replicate and dp_shard=1, or the schedule 1F1B, GPipe or Interleaved1F1B"
+                f"{schedule} computes gradients of weights without the backward hooks of DDP, "
+                "which would not average them; use fully_shard(stage, "
+                "mesh=training.fsdp_mesh(mesh)) with the axes dp_replicate and dp_shard=1, or "
+                "the schedule 1F1B, GPipe or Interleaved1F1B"
             )
 
     @property

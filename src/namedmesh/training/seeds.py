@@ -140,8 +140,8 @@ def rng_stream(name: str) -> Iterator[None]:
     if devices and is_capturing():
         raise TrainingError(
             f"rng_stream({name!r}) was entered while a CUDA graph is captured, which cannot seed "
-            "generators and would replay the same numbers; capture only code without rng_stream, or "
-            "do not capture this step"
+            "generators and would replay the same numbers; capture only code without rng_stream, "
+            "or do not capture this step"
         )
     # The block is seeded by a drawn number instead of a copy of the source's state: code in the block
     # may draw from the source, too.
@@ -302,8 +302,8 @@ def format_meta_problem(model: nn.Module) -> str:
     unsaved = [name for name, _ in model.named_buffers() if name not in saved]
     if unsaved:
         problem += (
-            f", and then compute {format_items(unsaved, 8)} again: non-persistent buffers are in no "
-            f"checkpoint, and to_empty() leaves them uninitialized"
+            f", and then compute {format_items(unsaved, 8)} again: non-persistent buffers are in "
+            "no checkpoint, and to_empty() leaves them uninitialized"
         )
     return problem
 

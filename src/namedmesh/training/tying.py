@@ -143,8 +143,9 @@ def _check_ends(by_rank: list[dict[str, Any]], here: dict[str, Tensor]) -> int:
                 ends.append(descriptions[end])
     if len(ranks["first"]) != 1 or len(ranks["last"]) != 1 or ends[0] != ends[1]:
         raise ShapeError(
-            f"the ranks {ranks['first']} and {ranks['last']} of pp tie {ends}; give one of the first stage "
-            "and one of the last, of one shape and dtype, both trained or both frozen; None on other ranks"
+            f"the ranks {ranks['first']} and {ranks['last']} of pp tie {ends}; give one of the "
+            "first stage and one of the last, of one shape and dtype, both trained or both "
+            "frozen; None on other ranks"
         )
     return ranks["last" if "first" in here else "first"][0]
 

@@ -86,8 +86,9 @@ class ProcessTopology:
         """
         if len(coord_kwargs) != len(self._layout_axes):
             raise LayoutError(
-                f"get_rank() needs a coordinate for each axis of {format_sizes(self.axes, self.dims)}, got "
-                f"{len(coord_kwargs)}; call filter_match() for the ranks at some coordinates"
+                "get_rank() needs a coordinate for each axis of "
+                f"{format_sizes(self.axes, self.dims)}, got {len(coord_kwargs)}; call "
+                "filter_match() for the ranks at some coordinates"
             )
         coord = self.ProcessCoord(**coord_kwargs)
         ranks = self.filter_match(**coord_kwargs)
@@ -290,8 +291,8 @@ class PipelineParallelGrid(GroupAccessors):
         missing = [axis for axis in ("pp", "dp") if axis not in mesh.layout]
         if missing:
             raise AxisError(
-                f"{mesh.layout} has no axis {' and no axis '.join(missing)}; a grid needs pp and dp: make "
-                "the mesh with both, if only of size 1"
+                f"{mesh.layout} has no axis {' and no axis '.join(missing)}; a grid needs pp and "
+                "dp: make the mesh with both, if only of size 1"
             )
         axes = [deepspeed_axes.get(axis, axis) for axis in mesh.layout]
         topology = ProcessTopology(axes, mesh.layout.sizes)

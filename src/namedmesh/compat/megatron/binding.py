@@ -132,8 +132,8 @@ class ParallelStateBinding(Binding):
             made = Layout.from_shape(list(sizes), list(sizes.values()), world_size=mesh.layout.world_size)
             if wanted is not None and _merge_axes(made, expert_names) != wanted:
                 raise LayoutError(
-                    f"{self.state.api} cannot express the order of the axes of {mesh.layout} and its views "
-                    f"{mesh.views}: it would make {made}; use this order"
+                    f"{self.state.api} cannot express the order of the axes of {mesh.layout} and "
+                    f"its views {mesh.views}: it would make {made}; use this order"
                 )
         return arguments
 
@@ -155,8 +155,8 @@ def _merge_axes(layout: Layout, names: Mapping[str, str]) -> dict[str, int]:
         name = names.get(axis, axis)
         if name in sizes and name != list(sizes)[-1]:
             raise LayoutError(
-                f"{axis!r} is {name!r} in Megatron, as an axis of {layout} that is not next to it; put both "
-                "next to each other"
+                f"{axis!r} is {name!r} in Megatron, as an axis of {layout} that is not next to "
+                "it; put both next to each other"
             )
         sizes[name] = sizes.get(name, 1) * size
     return sizes

@@ -264,7 +264,8 @@ class ParallelStateFallback:
         pp = pipeline_model_parallel_size
         if virtual_pipeline_model_parallel_size is not None and pp == 1:
             raise ContractRuntimeError(
-                "virtual_pipeline_model_parallel_size needs a pipeline; set pipeline_model_parallel_size to 2 or more"
+                "virtual_pipeline_model_parallel_size needs a pipeline; set "
+                "pipeline_model_parallel_size to 2 or more"
             )
         tp = tensor_model_parallel_size
         cp = context_parallel_size
@@ -281,18 +282,19 @@ class ParallelStateFallback:
         differ_in_size = not order.endswith("pp") and pp > 1 and dp != edp
         if differ_in_size or dense.get_ranks("pp") != expert.get_ranks("pp"):
             raise ContractError(
-                f"the pipelines of the dense layers and of the experts differ in the order {order!r}; put pp last"
+                "the pipelines of the dense layers and of the experts differ in the order "
+                f"{order!r}; put pp last"
             )
         if self.module["_DATA_PARALLEL_GROUP"] is not None:
             raise ContractError(
-                "Megatron's parallel state is already initialized; call destroy_model_parallel() first, or bind "
-                "another mesh in addition with bind(mesh)"
+                "Megatron's parallel state is already initialized; call destroy_model_parallel() "
+                "first, or bind another mesh in addition with bind(mesh)"
             )
         # An optimizer instance is a slice of the data parallel ranks, of the experts' ones too.
         if instances < 1 or dp * cp % instances or edp % instances:
             raise ContractError(
-                f"num_distributed_optimizer_instances is {instances}, which does not divide dp x cp = {dp * cp} and "
-                f"edp = {edp}; change it"
+                f"num_distributed_optimizer_instances is {instances}, which does not divide dp x "
+                f"cp = {dp * cp} and edp = {edp}; change it"
             )
         if hybrid_context_parallel and dp * cp % 2:
             raise ContractError(f"hybrid_context_parallel needs an even dp x cp, got {dp * cp}")
