@@ -46,9 +46,9 @@ def save(
     the checkpoint is complete or absent.
 
     Parameters, and all DTensors of optimizers, must be equal on all ranks that have the same shard.
-    They are compared on the schedule of :func:`clip_grad_norm_`. Buffers, plain tensors of
-    optimizers, random states and the state of data loaders may differ between ranks. If they do,
-    they are saved for each rank. Gradients of the optimizers' parameters are saved until
+    The parameters are compared, all elements of them. Buffers, plain tensors of optimizers, random
+    states and the state of data loaders may differ between ranks. If they do, they are saved for
+    each rank. Gradients of the optimizers' parameters are saved until
     ``zero_grad()`` removes them. A parameter with two names, or tied by :func:`tie_stages`, is
     saved once.
 
