@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from tp_compare import get_grad
 
 import namedmesh
 from namedmesh import training
@@ -359,3 +360,52 @@ def test_long_work_shows_one_line_on_a_terminal(tmp_path: Path, capsys: pytest.C
         assert shown.startswith(f"\r{label} {tmp_path}/one: 0 MB on rank 0, ")
         assert shown.count("\n") == 1
         assert shown.endswith(" s\n")
+
+
+def test_gradients_that_a_step_has_used_are_not_saved(tmp_path: Path) -> None:
+    """A loop may call zero_grad() long after the step, and a new job has no gradients at first."""
+    expected: list[bool] = []
+    found: list[bool] = []
+    for number, order in enumerate(("backward step", "backward", "backward step backward", "")):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for call in order.split():
+            if call == "backward":
+                model(torch.ones(1, 2)).sum().backward()
+            else:
+                optimizer.step()
+        training.save(tmp_path / str(number), None, model, optimizer)
+        resumed = nn.Linear(2, 2)
+        training.load(tmp_path / str(number), None, resumed, torch.optim.AdamW(resumed.parameters()))
+        expected.append(order.endswith("backward"))
+        found.append(resumed.weight.grad is not None)
+        if found[-1]:
+            assert torch.equal(get_grad(resumed.weight), get_grad(model.weight))
+    assert found == expected == [False, True, True, False]
+
+
+def save_both_ends(path: str) -> bool:
+    """Return whether both ends of a tie on one rank have their optimizer state after a load."""
+    mesh = namedmesh.init_mesh(pp=1, dp=2, device="cpu")
+    states = []
+    for resumes in (False, True):
+        ends = nn.ModuleList(nn.Linear(4, 6, bias=False) for _ in range(2)).double()
+        for end in ends:
+            nn.init.constant_(end.weight, 1.0)  # type: ignore[arg-type]
+        sum_gradients = training.tie_stages(ends[0].weight, ends[1].weight, mesh)  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(ends.parameters(), lr=0.1)
+        if resumes:
+            training.load(path, mesh, ends, optimizer)
+        else:
+            ends[0](torch.ones(1, 4).double()).square().sum().backward()
+            sum_gradients()
+            optimizer.step()
+            training.save(path, mesh, ends, optimizer)
+        states.append([optimizer.state[param]["exp_avg"].clone() for param in ends.parameters()])
+        states[-1] += [param.detach().clone() for param in ends.parameters()]
+    mesh.close()
+    return all(map(torch.equal, *states)) and len(states[0]) == 4
+
+
+def test_both_ends_of_a_tie_on_one_rank_resume(tmp_path: Path) -> None:
+    assert run_ranks(2, save_both_ends, str(tmp_path / "saved")) == [True, True]

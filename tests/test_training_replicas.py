@@ -289,7 +289,7 @@ def collect_errors_of_ties() -> list[list[str]]:
 def test_two_ends_of_a_tie_that_differ_are_reported() -> None:
     fix = (
         "Call the function that tie_stages returned after the last backward of each step, before clipping, and tie after the "
-        "weights have their first values. If the ends are meant to differ, pass check=False"
+        "weights have their first values. If the ranks are meant to differ, pass check=False"
     )
     expected: list[list[str]] = []
     for kind in ("gradients", "", "weights"):

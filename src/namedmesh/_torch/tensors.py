@@ -76,6 +76,15 @@ def is_async(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _functional_collectives.AsyncCollectiveTensor)
 
 
+def count_writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place.
+
+    Args:
+        tensor: any tensor.
+    """
+    return tensor._version
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Raise on the device if a condition is false. The host does not wait for the result.
 

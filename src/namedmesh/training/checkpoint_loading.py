@@ -288,7 +288,11 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             self._options.params[name] = saved_params[source]
             self._options.groups[group] = options
             self._groups.setdefault(group, set()).add(saved_group)
-            for key, entry in entries.get(source, {}).items():
+            # The other end of a tied weight has its entries under the name of the first.
+            shared = entries.get(self._aliases.get(source, source), {})
+            own = entries.get(source, {})
+            found = {key: entry for key, entry in shared.items() if not entry.startswith(GRADIENT)}
+            for key, entry in {**found, **own}.items():
                 here = f"{GRADIENT}{name}" if entry.startswith(GRADIENT) else f"optimizer.state.{name}.{key}"
                 self._owners[here] = (name, key)
                 self._find(here, entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from namedmesh._torch import (
+    count_writes,
     has_unsharded_gradients,
     replace_local_tensor,
     runs_code_on_load,
@@ -31,6 +34,47 @@ from namedmesh.training.checkpoint_names import (
     to_plain_data,
 )
 from namedmesh.training.tying import get_tie
+
+# The first gradient of the last step of each optimizer, and the number of changes of the gradient
+# until then. After the step, the gradient has no more effect, but most loops keep it for a while.
+_used_gradients: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Tensor], int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Remember the first gradient of an optimizer: a hook after each step."""
+    if torch.compiler.is_compiling():
+        return
+    grad = _find_first_gradient(optimizer)
+    if grad is not None:
+        _used_gradients[optimizer] = weakref.ref(grad), count_writes(grad)
+
+
+register_optimizer_step_post_hook(_note_step)
+
+
+def _find_first_gradient(optimizer: Optimizer) -> Tensor | None:
+    """Return the first gradient of an optimizer; None if it has none."""
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            if param.grad is not None:
+                grad: Tensor = param.grad
+                return grad
+    return None
+
+
+def _has_used_gradients(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has stepped since the last backward.
+
+    If no step was seen, as in compiled code, its state shows whether there was one.
+    """
+    if optimizer not in _used_gradients:
+        return bool(optimizer.state)
+    used, writes = _used_gradients[optimizer]
+    grad = _find_first_gradient(optimizer)
+    return grad is not None and grad is used() and count_writes(grad) == writes
+
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module]
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -228,9 +272,10 @@ class State:
             # The state of an optimizer is sharded as the parameter that it belongs to.
             for key, value in values.items():
                 self._add_of_parameter(f"optimizer.state.{name}.{key}", (name, key), value, param)
+        is_used = _has_used_gradients(optimizer)
         for name, param in named:
             grad = param.grad
-            if grad is not None:
+            if grad is not None and not is_used:
                 dense = grad.to_dense() if grad.is_sparse else grad
                 self._add_of_parameter(f"{GRADIENT}{name}", (name, "gradient"), dense, param)
         if own:

@@ -48,8 +48,8 @@ def save(
     Parameters, and all DTensors of optimizers, must be equal on all ranks that have the same shard.
     The parameters are compared, all elements of them. Buffers, plain tensors of optimizers, random
     states and the state of data loaders may differ between ranks. If they do, they are saved for
-    each rank. Gradients of the optimizers' parameters are saved until
-    ``zero_grad()`` removes them. A parameter with two names, or tied by :func:`tie_stages`, is
+    each rank. Gradients that the optimizers have not used yet are saved: those
+    of a backward since the last step. A parameter with two names, or tied by :func:`tie_stages`, is
     saved once.
 
     Args:
