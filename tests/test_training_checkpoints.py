@@ -505,7 +505,7 @@ def tied_stages_are_one_weight_in_every_layout(root: Path) -> None:
     with torch.no_grad():
         next(model.parameters()).add_(mesh.rank())
     message = error_of(lambda: training.save(root / "apart", mesh, model))
-    assert "other values on stage 1 than on stage 0" in message
+    assert "has other values on other stages" in message
     mesh.close()
 
 

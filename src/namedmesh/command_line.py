@@ -1,7 +1,7 @@
 """Convert the words of a command line to values, within bounds.
 
 Every command uses the converters of this module as the ``type`` of its arguments. Their bounds keep
-the memory and the time of a command near that of its output: a number of ranks without a bound
+the memory and the time of a command in proportion to its output: a number of ranks without a bound
 would be a list of as many ranks.
 """
 

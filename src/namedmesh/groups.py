@@ -93,8 +93,7 @@ class Communicator:
 _NO_OPTIONS = GroupOptions()
 
 CHECKPOINT_TIMEOUT = timedelta(minutes=30)
-"""The shortest timeout of the group of checkpoints: a rank may write for longer than a collective of
-training may take."""
+"""The shortest timeout of the group of checkpoints: writes take longer than collectives."""
 
 # The key of the group that has this rank only. All axes of size 1 share it.
 _SELF_KEY = GroupKey("self", None)

@@ -161,7 +161,7 @@ class ModelCheck:
         self._register(model)
 
     def _register(self, model: nn.Module) -> None:
-        """Add the check to those of the process."""
+        """Add the check to the checks of the process."""
         self.model = weakref.ref(model)  # The global table must not keep models alive.
         vars(model).setdefault("replica_checks", []).append(self)
         _checks[next(_check_ids)] = self
@@ -208,7 +208,7 @@ class ModelCheck:
     def find_equal_tokens(self) -> list[str]:
         """Return a message about ranks that share experts and have the same tokens.
 
-        Tokens that are all equal or not finite show nothing; those of a later step are compared.
+        Tokens that are all equal or not finite show nothing; tokens of a later step are compared.
 
         Collective: every rank of the groups must call it.
         """

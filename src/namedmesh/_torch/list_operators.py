@@ -97,7 +97,7 @@ def _find_local_positions(lists: Sequence[Sequence[Any]], is_elementwise: bool, 
 
 
 def _find_placements(values: Sequence[Any], dtensor: type) -> tuple[Any, bool, bool]:
-    """Return the placements of the DTensors of one position, and what else it has.
+    """Return the placements of the DTensors of one position, and its other tensors.
 
     An optimizer calls this for each parameter in each of its list operators.
 

@@ -131,7 +131,7 @@ def has_unsharded_gradients(module: torch.nn.Module) -> bool:
 def runs_code_on_load(module: torch.nn.Module) -> bool:
     """Return whether ``load_state_dict`` does more than to copy into parameters and buffers.
 
-    It does if a module has a hook, or a method of its own, for it. Those of torch's own modules and
+    It does if a module has a hook, or a method of its own, for it. Hooks of torch's own modules and
     of FSDP2 change nothing in tensors that have their names and shapes.
 
     Args:

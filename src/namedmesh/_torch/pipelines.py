@@ -232,7 +232,7 @@ class MicrobatchStage(PipelineStage):
         data = pickle.dumps(metas)
         for message in (len(data).to_bytes(8, "little"), data):
             tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            # The tag is that of the receiving stage. Activations and gradients have the tag 0.
+            # The tag is the index of the receiving stage. Activations and gradients have the tag 0.
             work = dist.isend(tensor, group=self._cpu_group, group_dst=peer, tag=self.stage_index + 1)
             self._unfinished_sends.append((work, tensor))
 

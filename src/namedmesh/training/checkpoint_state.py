@@ -456,7 +456,8 @@ class State:
             if name in options.params:
                 values = dict(loaded.get(name, {}))
                 grad = values.pop("gradient", None)
-                param.grad = None if grad is None else grad.to(param.dtype)
+                if grad is not None:
+                    param.grad = grad.to(param.dtype)
                 if values:
                     state[index] = values
             elif index in state_dict["state"]:

@@ -34,7 +34,7 @@ from namedmesh.errors import CheckpointError, format_items
 from namedmesh.training.checkpoint_metadata import METADATA_NAME, make_corrupted_error, pack_metadata
 
 VALUES_NAME = "namedmesh.values"
-"""The entry with the extra values, the options of optimizers, and what is known about names."""
+"""The entry with the extra values, the options of optimizers, and aliases of names."""
 VISIBILITY_TIMEOUT = 20.0
 """Seconds until a host of a network file system sees a file of another host."""
 

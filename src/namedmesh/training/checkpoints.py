@@ -225,7 +225,7 @@ def load(
         The extra values, as a dict with more attributes, as from ``load_state_dict()``:
         ``missing_keys`` (names in the model that were not loaded), ``unexpected_keys`` (names that
         only the checkpoint has) and ``unused_optimizer_keys``. The optimizer keeps the state of
-        parameters that were not loaded. Gradients are those of the checkpoint, or None.
+        parameters that were not loaded. Gradients stay as they are, unless the checkpoint has them.
 
     Raises:
         CheckpointError: on every rank, with all problems at once, before anything is changed: a

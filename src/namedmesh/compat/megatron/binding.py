@@ -218,7 +218,7 @@ _UPSTREAM_PACKAGE = "megatron.core"
 
 
 def _use_module(module: ModuleType) -> None:
-    """Let the names in this package be those of the active parallel state."""
+    """Let this package have the names of the active parallel state."""
     package = sys.modules[_OUR_PACKAGE]
     vars(package).update(parallel_state=module, mpu=module)
     sys.modules[f"{_OUR_PACKAGE}.parallel_state"] = module
