@@ -34,6 +34,7 @@ from namedmesh.compat import megatron
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_saving, checkpoint_storage, seeds
 from namedmesh.training.checkpoint_ranks import CheckpointRanks
+from namedmesh.training.checkpoint_state import copy_into_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,12 +166,27 @@ def test_a_background_save_uses_the_device_of_the_rank(tmp_path: Path) -> None:
     run_ranks(2, save_in_background_on_fake_gpus, tmp_path)
 
 
+def test_tensors_of_any_dtype_share_one_buffer() -> None:
+    tensors = {
+        "scalar": torch.tensor(1.5, dtype=torch.float64),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "empty": torch.empty(0, 3),
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "complex": torch.ones(3, dtype=torch.complex64) * 2j,
+        "half": torch.ones(5, dtype=torch.bfloat16),
+    }
+    copies = copy_into_buffer(tensors, torch.empty(64 * len(tensors), dtype=torch.uint8))
+    for name, tensor in tensors.items():
+        assert torch.equal(copies[name], tensor)
+        assert copies[name].dtype == tensor.dtype
+
+
 @pytest.mark.gpu
 def test_background_saves_copy_to_pinned_memory_and_reuse_it(tmp_path: Path) -> None:
     with mesh_of_one_gpu(tmp_path) as mesh:
         model: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
         other: Any = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda(), mesh=mesh["dp"])
-        pinned = CheckpointRanks.from_mesh(mesh, "save").pinned
+        ranks = CheckpointRanks.from_mesh(mesh, "save")
         places = []
         for number in (1, 2):
             with torch.no_grad():
@@ -181,9 +197,9 @@ def test_background_saves_copy_to_pinned_memory_and_reuse_it(tmp_path: Path) -> 
                 for parameter in model.parameters():
                     parameter.fill_(-1)  # while it is written
             saved.result()
-            assert all(memory.is_pinned() for memory in pinned.values())
-            places.append({name: memory.data_ptr() for name, memory in pinned.items()})
-        assert "model.0.weight" in places[0]
+            assert ranks.pinned is not None
+            assert ranks.pinned.is_pinned()
+            places.append(ranks.pinned.data_ptr())
         assert places[0] == places[1]
         training.load(tmp_path / "1", mesh, other)
         assert all((full_tensor(parameter) == 1).all() for parameter in other.parameters())

@@ -56,7 +56,7 @@ class CheckpointRanks:
         timeout: how long to wait for a rank that does not make a call: the timeout of the mesh. The
             group has a longer one, because a rank may write for a long time.
         saving: the running or finished save in the background that was not waited for, or None.
-        pinned: the pinned tensors into which saves in the background copy, by entry name.
+        pinned: the pinned memory into which saves in the background copy, or None.
     """
 
     _instances: ClassVar[WeakKeyDictionary[dist.ProcessGroup, CheckpointRanks]] = WeakKeyDictionary()
@@ -68,7 +68,18 @@ class CheckpointRanks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.timeout = timedelta(0)
         self.saving: SaveFuture | None = None
-        self.pinned: dict[str, torch.Tensor] = {}
+        self.pinned: torch.Tensor | None = None
+
+    def get_pinned_buffer(self, size: int) -> torch.Tensor:
+        """Return pinned memory of at least ``size`` bytes: that of the last call, if it is enough.
+
+        Args:
+            size: the number of bytes. Without any, nothing is allocated.
+        """
+        if size and (self.pinned is None or self.pinned.numel() < size):
+            self.pinned = None  # the old memory may be needed for the new
+            self.pinned = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return torch.empty(0, dtype=torch.uint8, device="cpu") if self.pinned is None else self.pinned
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh | None, call: str) -> CheckpointRanks:

@@ -75,7 +75,7 @@ def agree_on_values(
         if state.mesh is not None:
             _check_replicas(state, state.mesh, aliases)
         if in_background:
-            state.copy_to_cpu(ranks.pinned)
+            state.copy_to_cpu(ranks)
         # The options of all parameters are large, and most ranks have the same.
         return state.options if digests.index(digests[ranks.rank]) == ranks.rank else None
 

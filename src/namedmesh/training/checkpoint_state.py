@@ -33,6 +33,7 @@ from namedmesh.training.checkpoint_names import (
     format_entry,
     to_plain_data,
 )
+from namedmesh.training.checkpoint_ranks import CheckpointRanks
 from namedmesh.training.tying import get_tie
 
 # The first gradient of the last step of each optimizer, and the number of changes of the gradient
@@ -52,6 +53,27 @@ def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 register_optimizer_step_post_hook(_note_step)
+
+
+def copy_into_buffer(tensors: Mapping[str, Tensor], buffer: Tensor) -> dict[str, Tensor]:
+    """Copy tensors into one buffer of bytes, and return the copies, which are views of it.
+
+    Args:
+        tensors: the tensors. The copies from an accelerator do not wait for each other.
+        buffer: the buffer, with :func:`_align` of the bytes of all tensors at least.
+    """
+    copies = {}
+    start = 0
+    for name, tensor in tensors.items():
+        copies[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies[name].copy_(tensor, non_blocking=True)
+        start += _align(tensor.nbytes)
+    return copies
+
+
+def _align(size: int) -> int:
+    """Return a number of bytes rounded up, so that a tensor of any dtype may begin behind them."""
+    return -(-size // 64) * 64
 
 
 def _find_first_gradient(optimizer: Optimizer) -> Tensor | None:
@@ -361,30 +383,30 @@ class State:
                 self.values[name] = value.redistribute(placements=reduced)
 
     @torch.no_grad()
-    def copy_to_cpu(self, pinned: dict[str, Tensor]) -> None:
+    def copy_to_cpu(self, ranks: CheckpointRanks) -> None:
         """Replace the tensors in ``values`` by copies on the CPU, for a save in the background.
 
         Copies from an accelerator go to pinned memory and do not wait for each other. To allocate
-        pinned memory is slow, so the memory of the previous save is used again.
+        pinned memory is slow, so the memory of the previous save is used again. torch rounds the
+        size of each allocation up to a power of two, so all tensors share one buffer.
 
         Args:
-            pinned: the pinned tensors of the previous save, by entry name. They are overwritten and
-                added to, so the previous save must have finished.
+            ranks: the ranks, whose buffer is overwritten: the previous save must have finished.
         """
         devices: set[torch.device] = set()
+        on_accelerator: dict[str, Tensor] = {}
         for name, value in self.values.items():
             if not isinstance(value, Tensor):
                 continue
             local = to_local(value)
             if local.device.type == "cpu":
                 self.values[name] = value.to("cpu", copy=True)
-                continue
-            memory = pinned.get(name)
-            if memory is None or (memory.shape, memory.dtype) != (local.shape, local.dtype):
-                memory = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=True)
-                pinned[name] = memory
-            memory.copy_(local, non_blocking=True)
-            devices.add(local.device)
+            else:
+                on_accelerator[name] = local
+                devices.add(local.device)
+        buffer = ranks.get_pinned_buffer(sum(_align(local.nbytes) for local in on_accelerator.values()))
+        for name, memory in copy_into_buffer(on_accelerator, buffer).items():
+            value = self.values[name]
             self.values[name] = replace_local_tensor(value, memory) if isinstance(value, DTensor) else memory
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
