@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -165,6 +168,26 @@ def gradients_between_two_backwards_are_saved(root: Path) -> None:
         lambda: training.save(root / "unreduced", mesh, model, optimizer)
     )
     mesh.close()
+
+
+def print_uncaught_error(path: str) -> str:
+    """Return the text that the interpreter prints for the uncaught error of a load."""
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+    printed = io.StringIO()
+    try:
+        training.load(path, mesh, nn.Linear(2, 2))
+    except namedmesh.CheckpointError as error:
+        with contextlib.redirect_stderr(printed):
+            sys.excepthook(type(error), error, error.__traceback__)
+    mesh.close()
+    return printed.getvalue()
+
+
+def test_one_rank_prints_the_whole_error_of_a_load(tmp_path: Path) -> None:
+    first, second = run_ranks(2, print_uncaught_error, str(tmp_path / "absent"))
+    assert "Traceback" in first
+    assert second.startswith("CheckpointError on rank 1: there is no complete checkpoint at ")
+    assert second.count("\n") == 1
 
 
 # --- optimizers ----------------------------------------------------------------------------------

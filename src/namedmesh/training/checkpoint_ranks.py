@@ -20,7 +20,13 @@ import torch.distributed.checkpoint as dcp
 
 from namedmesh._internal import agree_on_call, get_groups
 from namedmesh._torch import make_dcp_wrapper
-from namedmesh.errors import AgreementError, CheckpointError, NamedMeshError, format_ranks
+from namedmesh.errors import (
+    AgreementError,
+    CheckpointError,
+    NamedMeshError,
+    format_ranks,
+    print_in_one_line,
+)
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.training.checkpoint_metadata import CorruptedError
@@ -241,7 +247,13 @@ class CheckpointRanks:
                     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 yield
         except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
-            raise _make_error(error, problem, self.rank) from None
+            found = _make_error(error, problem, self.rank)
+            group = None if self._group is None else self._group()
+            # DCP's exception has the errors of all ranks, so rank 0 is alive and raises them, too.
+            is_shared = isinstance(error, dcp.api.CheckpointException) and self.rank != 0
+            if isinstance(found, NamedMeshError) and group is not None and is_shared:
+                print_in_one_line(found, dist.get_rank(), printing_rank=dist.get_global_rank(group, 0))
+            raise found from None
 
 
 def group_by_rank(problems: Mapping[int, Iterable[str]]) -> list[str]:
