@@ -128,7 +128,7 @@ def find_differences(
         The same on every rank. By kind and name of the entries that differ: the largest difference
             of a block relative to its norm.
     """
-    keys = _agree_on_keys(entries, group)
+    keys = _agree_on_keys(entries, group, device)
     if not keys:
         return {}
     blocks: dict[tuple[str, str], range] = {}
@@ -148,7 +148,7 @@ def find_differences(
         values = values.flatten(0, 1).to(device, torch.float64)
         rows = torch.tensor(positions, device=device).view(1, -1, 1).expand(2, -1, 2)
         extremes.scatter_reduce_(1, rows, torch.stack([values, -values]), "amax")
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    all_reduce_max(extremes, group)
     far = _find_far_blocks(extremes[0], -extremes[1], keys, torch.tensor(entry_of_block, device=device))
     differences = {}
     for (kind, name, _, _), difference in zip(keys, far.tolist(), strict=True):
@@ -157,18 +157,34 @@ def find_differences(
     return differences
 
 
+def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Replace the values of a tensor by the largest over the ranks of a group.
+
+    Collective: every rank of the group must call it.
+
+    Args:
+        tensor: the tensor, on the device on which the group communicates.
+        group: the ranks.
+    """
+    if group.size() > 1:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+
+
 _Key = tuple[str, str, int, Tolerance]
 
 
-def _agree_on_keys(entries: Sequence[Entry], group: dist.ProcessGroup) -> list[_Key]:
+def _agree_on_keys(entries: Sequence[Entry], group: dist.ProcessGroup, device: torch.device) -> list[_Key]:
     """Return the kind, name, number of blocks and tolerance of the entries of all ranks."""
     keys: dict[_Key, None] = {}
     for entry in entries:
         length = _find_block_length(entry.numel)
         keys[entry.kind, entry.name, -(-entry.numel // length), entry.tolerance] = None
     # Usually all ranks have the same entries, and need not send their names.
-    hashes = all_gather_object(group, zlib.crc32(repr(keys).encode()))
-    if len(set(hashes)) == 1:
+    key_hash = zlib.crc32(repr(keys).encode())
+    extremes = torch.tensor([key_hash, -key_hash], dtype=torch.float64, device=device)
+    all_reduce_max(extremes, group)
+    highest, lowest = extremes.tolist()
+    if highest == -lowest:
         return list(keys)
     united: set[_Key] = set()
     for keys_of_rank in all_gather_object(group, list(keys)):

@@ -380,10 +380,10 @@ def _compare_models(ids: set[int]) -> None:
         if not params:
             continue
         group = get_group_by_name(check.group_name)
+        device = torch.device(check.device_type)
         if check.has_own_tokens:
             problems += check.find_equal_tokens()
         else:
-            device = torch.device(check.device_type)
             differences = fingerprints.find_differences(check.list_entries(params), group, device)
             problems += check.format_problems(differences)
         check.kept.release()
@@ -393,10 +393,13 @@ def _compare_models(ids: set[int]) -> None:
         for mesh in {param.device_mesh: None for param in params.values() if isinstance(param, DTensor)}:
             for mesh_group in mesh.get_all_groups():
                 groups.setdefault(frozenset(dist.get_process_group_ranks(mesh_group)), mesh_group)
-    raise_on_all_ranks(problems, groups.values())
+    if groups:
+        raise_on_all_ranks(problems, groups.values(), device)
 
 
-def raise_on_all_ranks(problems: Iterable[str], groups: Iterable[dist.ProcessGroup]) -> None:
+def raise_on_all_ranks(
+    problems: Iterable[str], groups: Iterable[dist.ProcessGroup], device: torch.device
+) -> None:
     """Raise the problems of all ranks of several groups, if there are any.
 
     Collective: every rank of the groups must call it.
@@ -404,17 +407,23 @@ def raise_on_all_ranks(problems: Iterable[str], groups: Iterable[dist.ProcessGro
     Args:
         problems: the problems of this rank.
         groups: the groups, in the same order on every rank.
+        device: the device on which the groups communicate.
 
     Raises:
         GradientError: on every rank.
     """
     united = set(problems)
+    groups = list(groups)
+    has_problem = torch.full((), float(bool(united)), device=device)
+    for group in groups:
+        fingerprints.all_reduce_max(has_problem, group)
+    if not has_problem.item():
+        return
     ranks: set[int] = set()
     for group in groups:
         united.update(*all_gather_object(group, united))
         ranks.update(dist.get_process_group_ranks(group))
-    if united:
-        error = GradientError(*sorted(united))
-        if dist.get_rank() != min(ranks):
-            print_in_one_line(error, dist.get_rank(), printing_rank=min(ranks))
-        raise error
+    error = GradientError(*sorted(united))
+    if dist.get_rank() != min(ranks):
+        print_in_one_line(error, dist.get_rank(), printing_rank=min(ranks))
+    raise error

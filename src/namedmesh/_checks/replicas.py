@@ -99,7 +99,7 @@ def _compare(
     # In one order on every rank, or ranks would wait for each other.
     for axis in sorted(names_by_axis):
         problems += _compare_over_axis(params, names_by_axis[axis], axis, mesh, kinds)
-    models.raise_on_all_ranks(problems, [mesh.group(axis) for axis in mesh.layout])
+    models.raise_on_all_ranks(problems, [mesh.group(axis) for axis in mesh.layout], mesh.device)
 
 
 def _compare_over_axis(
