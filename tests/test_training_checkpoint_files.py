@@ -33,8 +33,7 @@ from namedmesh import training
 from namedmesh.compat import megatron
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_saving, checkpoint_storage, seeds
-from namedmesh.training.checkpoint_ranks import CheckpointRanks
-from namedmesh.training.checkpoint_state import copy_into_buffer
+from namedmesh.training.checkpoint_ranks import CheckpointRanks, copy_into_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

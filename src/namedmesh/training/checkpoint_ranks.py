@@ -256,6 +256,31 @@ class CheckpointRanks:
             raise found from None
 
 
+def copy_into_buffer(tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Copy tensors into one buffer of bytes, and return the copies, which are views of it.
+
+    Args:
+        tensors: the tensors. The copies from an accelerator do not wait for each other.
+        buffer: the buffer, with :func:`align` of the bytes of all tensors at least.
+    """
+    copies = {}
+    start = 0
+    for name, tensor in tensors.items():
+        copies[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies[name].copy_(tensor, non_blocking=True)
+        start += align(tensor.nbytes)
+    return copies
+
+
+def align(size: int) -> int:
+    """Return a number of bytes rounded up: a tensor of any dtype may begin behind them.
+
+    Args:
+        size: the number of bytes.
+    """
+    return -(-size // 64) * 64
+
+
 def group_by_rank(problems: Mapping[int, Iterable[str]]) -> list[str]:
     """Return each problem once, with the ranks that have it.
 

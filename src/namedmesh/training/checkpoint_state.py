@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from namedmesh._torch import (
-    count_writes,
     has_unsharded_gradients,
     replace_local_tensor,
     runs_code_on_load,
@@ -24,6 +21,7 @@ from namedmesh.errors import CheckpointError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import find_plain_shard, to_local
 from namedmesh.training import seeds
+from namedmesh.training.checkpoint_gradients import has_used_gradients
 from namedmesh.training.checkpoint_names import (
     GRADIENT,
     GROUPS,
@@ -33,70 +31,8 @@ from namedmesh.training.checkpoint_names import (
     format_entry,
     to_plain_data,
 )
-from namedmesh.training.checkpoint_ranks import CheckpointRanks
+from namedmesh.training.checkpoint_ranks import CheckpointRanks, align, copy_into_buffer
 from namedmesh.training.tying import get_tie
-
-# The first gradient of the last step of each optimizer, and the number of changes of the gradient
-# until then. After the step, the gradient has no more effect, but most loops keep it for a while.
-_used_gradients: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Tensor], int]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Remember the first gradient of an optimizer: a hook after each step."""
-    if torch.compiler.is_compiling():
-        return
-    grad = _find_first_gradient(optimizer)
-    if grad is not None:
-        _used_gradients[optimizer] = weakref.ref(grad), count_writes(grad)
-
-
-register_optimizer_step_post_hook(_note_step)
-
-
-def copy_into_buffer(tensors: Mapping[str, Tensor], buffer: Tensor) -> dict[str, Tensor]:
-    """Copy tensors into one buffer of bytes, and return the copies, which are views of it.
-
-    Args:
-        tensors: the tensors. The copies from an accelerator do not wait for each other.
-        buffer: the buffer, with :func:`_align` of the bytes of all tensors at least.
-    """
-    copies = {}
-    start = 0
-    for name, tensor in tensors.items():
-        copies[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        copies[name].copy_(tensor, non_blocking=True)
-        start += _align(tensor.nbytes)
-    return copies
-
-
-def _align(size: int) -> int:
-    """Return a number of bytes rounded up, so that a tensor of any dtype may begin behind them."""
-    return -(-size // 64) * 64
-
-
-def _find_first_gradient(optimizer: Optimizer) -> Tensor | None:
-    """Return the first gradient of an optimizer; None if it has none."""
-    for param_group in optimizer.param_groups:
-        for param in param_group["params"]:
-            if param.grad is not None:
-                grad: Tensor = param.grad
-                return grad
-    return None
-
-
-def _has_used_gradients(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has stepped since the last backward.
-
-    If no step was seen, as in compiled code, its state shows whether there was one.
-    """
-    if optimizer not in _used_gradients:
-        return bool(optimizer.state)
-    used, writes = _used_gradients[optimizer]
-    grad = _find_first_gradient(optimizer)
-    return grad is not None and grad is used() and count_writes(grad) == writes
-
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module]
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
@@ -294,7 +230,7 @@ class State:
             # The state of an optimizer is sharded as the parameter that it belongs to.
             for key, value in values.items():
                 self._add_of_parameter(f"optimizer.state.{name}.{key}", (name, key), value, param)
-        is_used = _has_used_gradients(optimizer)
+        is_used = has_used_gradients(optimizer)
         for name, param in named:
             grad = param.grad
             if grad is not None and not is_used:
@@ -404,7 +340,7 @@ class State:
             else:
                 on_accelerator[name] = local
                 devices.add(local.device)
-        buffer = ranks.get_pinned_buffer(sum(_align(local.nbytes) for local in on_accelerator.values()))
+        buffer = ranks.get_pinned_buffer(sum(align(local.nbytes) for local in on_accelerator.values()))
         for name, memory in copy_into_buffer(on_accelerator, buffer).items():
             value = self.values[name]
             self.values[name] = replace_local_tensor(value, memory) if isinstance(value, DTensor) else memory
