@@ -332,7 +332,8 @@ def test_a_program_on_the_port_that_never_answers_does_not_outlast_the_timeout()
         [text] = run_ranks(1, _init_at_a_silent_port, port, init=False, timeout=40)
     assert text == (
         f"LaunchError: 127.0.0.1, port {port} (MASTER_ADDR and MASTER_PORT) did not answer as the store of a job within "
-        "2 s; another program may use this port: choose another MASTER_PORT for all ranks, and check MASTER_ADDR"
+        "2 s: rank 0 does not run, or another program uses this port; start all ranks, choose another MASTER_PORT, and check "
+        "MASTER_ADDR"
     )
 
 
@@ -379,7 +380,8 @@ def test_a_rank_that_does_not_start_is_reported(missing: int) -> None:
                 "AgreementError: rank 2 of 3 did not call launch.init within 5 s; make sure "
             )
         else:
-            assert f"trying to connect to (127.0.0.1, {PORTS[0]})" in text
+            # torch's error, or ours if torch waits longer than it was asked to.
+            assert f"127.0.0.1, {PORTS[0]}" in text or f"127.0.0.1, port {PORTS[0]}" in text
 
 
 @pytest.mark.gpu

@@ -177,8 +177,8 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
     if outcome is None:
         raise LaunchError(
             f"{address}, port {port} (MASTER_ADDR and MASTER_PORT) did not answer as the store of "
-            f"a job within {timeout.total_seconds():g} s; another program may use this port: "
-            "choose another MASTER_PORT for all ranks, and check MASTER_ADDR"
+            f"a job within {timeout.total_seconds():g} s: rank 0 does not run, or another program "
+            "uses this port; start all ranks, choose another MASTER_PORT, and check MASTER_ADDR"
         )
     store: dist.Store = outcome()
     return store

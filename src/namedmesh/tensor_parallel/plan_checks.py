@@ -234,7 +234,9 @@ def _find_sharded_norms(
     columns = [column for column in block.all_columns if not hasattr(column.style, "kv_heads")]
     sharded = {_count_features(column, "out_features") for column in columns}
     sharded -= {_count_features(column, "in_features") for column in block.all_columns}
-    for fqn, norm in parent.named_modules(prefix=block.fqn):
+    # A norm within another module, such as an indexer of keys, gets a tensor of that module.
+    for name, norm in parent.named_children():
+        fqn = f"{block.fqn}.{name}".removeprefix(".")
         if isinstance(norm, nn.GroupNorm):
             features = norm.num_channels
         elif isinstance(norm, nn.LayerNorm | nn.RMSNorm):
