@@ -230,7 +230,13 @@ def compare_copies() -> dict[str, bool]:
 HALF = len(FORWARDS) // 2
 
 
-@pytest.mark.parametrize("plan", [GATED_PLAN, SEQUENCE_PLAN], ids=["replicated", "sequence"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(GATED_PLAN, id="replicated"),
+        pytest.param(SEQUENCE_PLAN, id="sequence", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("names", [[*FORWARDS][:HALF], [*FORWARDS][HALF:]], ids=["modes", "selective"])
 def test_checks_change_no_bit_and_no_operator(names: list[str], plan: Any) -> None:
     for results in run_ranks(2, compare_modes, names, plan):

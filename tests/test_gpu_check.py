@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SECTIONS = """
 import os, sys, threading
@@ -37,6 +39,7 @@ sys.exit(gpu_check.main())
 """
 
 
+@pytest.mark.slow
 def test_sections_are_reported_in_a_line_each_and_leave_no_process(tmp_path: Path) -> None:
     script = tmp_path / "check.py"
     script.write_text(SECTIONS.format(folder=str(ROOT / "benchmarks")), encoding="utf-8")
