@@ -220,7 +220,12 @@ def test_agreement_errors_are_runtime_errors() -> None:
 
 def _destroy_groups_on_one_rank() -> str:
     """One rank destroys groups that the others keep. It would then create groups that they do not."""
-    namedmesh.init_mesh(dp=2, tp=2).close(destroy_groups=dist.get_rank() == WRONG)
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    groups = [mesh.group("tp"), mesh.group("dp")]
+    mesh.close()
+    if dist.get_rank() == WRONG:
+        for group in groups:
+            dist.destroy_process_group(group)
     return error_of(lambda: namedmesh.init_mesh(dp=2, tp=2))
 
 
