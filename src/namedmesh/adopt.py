@@ -125,10 +125,12 @@ def infer_layout_from_groups(
         actual = tuple(dist.get_process_group_ranks(group))
         expected = layout.group(rank, *axes)
         if actual != expected:
+            remedy = "give the axes from the slowest to the fastest"
+            if len(axes) > 1:
+                remedy = "omit it, or name its axes"
             problems.append(
                 f"the group of {_describe(axes)} has ranks {format_items(actual)}, but {layout} "
-                f"has {format_items(expected)} for rank {rank}; give the axes from the slowest to the "
-                "fastest"
+                f"has {format_items(expected)} for rank {rank}; {remedy}"
             )
         ordered_groups[tuple(axis for axis in layout if axis in axes)] = group
     if problems:

@@ -106,7 +106,10 @@ def describe_group_cache() -> str:
 
     Ranks compare the text before they create groups: it must be the same on every rank.
     """
-    labels = [cached.label for key, cached in _group_cache.items() if not isinstance(key.use, str)]
+    labels = []
+    for key, cached in _group_cache.items():
+        if cached.exists() and not isinstance(key.use, str):
+            labels.append(cached.label)
     return ", ".join(labels) or "none"
 
 
@@ -137,9 +140,10 @@ class Groups:
         self._world: Any = ref(dist.group.WORLD)
         self._world_options = GroupOptions(timeout=get_timeout())
         self._normalized: dict[GroupOptions, GroupOptions] = {}
-        if not all(cached.exists() for cached in _group_cache.values()):
-            # The default group was destroyed, and with it every group. There is a new one now.
-            _group_cache.clear()
+        # The default group may have been destroyed, and with it every group. There is a new one now.
+        for key in list(_group_cache):
+            if not _group_cache[key].exists():
+                del _group_cache[key]
 
     @property
     def world(self) -> Any:
