@@ -88,8 +88,43 @@ def infer_layout_from_groups(
         AxisError: a flattened axis has an unknown axis.
     """
     by_axes = {(axes,) if isinstance(axes, str) else tuple(axes): group for axes, group in groups.items()}
+    _check_groups(by_axes, rank)
+    single = {axes[0]: group for axes, group in by_axes.items() if len(axes) == 1}
+    sizes = [group.size() for group in single.values()]
+    layout = Layout.from_shape(single, sizes)
+    # The group ranks are the coordinates of this rank. They give its index in the layout, and so
+    # the first rank.
+    index = 0
+    for group, stride in zip(single.values(), layout.strides, strict=True):
+        index += group.rank() * stride
+    if rank < index:
+        raise LayoutError(
+            f"the groups do not form the row-major layout {layout}: rank {rank} would have index "
+            f"{index} in it; give the axes from the slowest to the fastest"
+        )
+    layout = Layout.from_shape(single, sizes, rank_offset=rank - index)
+    ordered_groups = {}
     problems = []
-    arguments: Mapping[tuple[str, ...], object] = by_axes
+    for axes, group in by_axes.items():
+        actual = tuple(dist.get_process_group_ranks(group))
+        expected = layout.group(rank, *axes)
+        if actual != expected:
+            remedy = "give the axes from the slowest to the fastest"
+            if len(axes) > 1:
+                remedy = "omit it, or name its axes"
+            problems.append(
+                f"the group of {_describe(axes)} has ranks {format_items(actual)}, but {layout} "
+                f"has {format_items(expected)} for rank {rank}; {remedy}"
+            )
+        ordered_groups[tuple(axis for axis in layout if axis in axes)] = group
+    if problems:
+        raise LayoutError(*problems)
+    return layout, ordered_groups
+
+
+def _check_groups(arguments: Mapping[tuple[str, ...], object], rank: int) -> None:
+    """Raise a LayoutError for arguments whose ranks torch does not know, by their axes."""
+    problems = []
     for axes, argument in arguments.items():
         # torch returns an int, GroupMember.NON_GROUP_MEMBER, on ranks that are not in a group.
         if not isinstance(argument, dist.ProcessGroup):
@@ -106,36 +141,6 @@ def infer_layout_from_groups(
             )
     if problems:
         raise LayoutError(*problems)
-    single = {axes[0]: group for axes, group in by_axes.items() if len(axes) == 1}
-    sizes = [group.size() for group in single.values()]
-    layout = Layout.from_shape(single, sizes)
-    # The group ranks are the coordinates of this rank. They give its index in the layout, and so
-    # the first rank.
-    index = 0
-    for group, stride in zip(single.values(), layout.strides, strict=True):
-        index += group.rank() * stride
-    if rank < index:
-        raise LayoutError(
-            f"the groups do not form the row-major layout {layout}: rank {rank} would have index "
-            f"{index} in it; give the axes from the slowest to the fastest"
-        )
-    layout = Layout.from_shape(single, sizes, rank_offset=rank - index)
-    ordered_groups = {}
-    for axes, group in by_axes.items():
-        actual = tuple(dist.get_process_group_ranks(group))
-        expected = layout.group(rank, *axes)
-        if actual != expected:
-            remedy = "give the axes from the slowest to the fastest"
-            if len(axes) > 1:
-                remedy = "omit it, or name its axes"
-            problems.append(
-                f"the group of {_describe(axes)} has ranks {format_items(actual)}, but {layout} "
-                f"has {format_items(expected)} for rank {rank}; {remedy}"
-            )
-        ordered_groups[tuple(axis for axis in layout if axis in axes)] = group
-    if problems:
-        raise LayoutError(*problems)
-    return layout, ordered_groups
 
 
 def _describe(axes: tuple[str, ...]) -> str:

@@ -395,14 +395,14 @@ def current_mesh() -> NamedMesh:
         MeshError: no mesh is open, several are open and none is selected, or the selected one is
             closed.
     """
-    mesh: NamedMesh | None = current.selected_mesh()
+    mesh = current.selected_mesh()
     if mesh is not None:
         if mesh.closed:
             raise MeshError(
                 f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
             )
         return mesh
-    meshes: list[NamedMesh] = current.open_meshes()
+    meshes = current.open_meshes()
     if not meshes:
         raise MeshError("no mesh is open in this process; call namedmesh.init_mesh(...) first")
     if len(meshes) == 1:
