@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,7 +43,28 @@ ROOMS = ["_version", *re.findall(r"`(\w+)/?`", " ".join(TABLE))]
 def test_dir_lists_exactly_the_exported_names() -> None:
     assert sorted(namedmesh.__all__) == dir(namedmesh)
     with pytest.raises(AttributeError, match="module 'namedmesh' has no attribute 'int_mesh'"):
-        namedmesh.int_mesh  # noqa: B018
+        namedmesh.int_mesh  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_type_checker_sees_only_names_that_exist(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import namedmesh\nmesh = namedmesh.init_mesh(dp=2)\nmesh.size('dp')\n"
+        "namedmesh.init_mehs()\nmesh.nonsense()\n",
+        encoding="utf-8",
+    )
+    # torch's own types take minutes to read.
+    config = tmp_path / "mypy.ini"
+    config.write_text("[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n", encoding="utf-8")
+    report = subprocess.run(
+        [sys.executable, "-m", "mypy", f"--config-file={config}", f"--cache-dir={tmp_path}", str(program)],
+        env=os.environ | {"MYPYPATH": str(SOURCE.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    errors = re.findall(rf"^{program}:(\d+): error: .*\[(.*)\]$", report, flags=re.MULTILINE)
+    assert errors == [("4", "attr-defined"), ("5", "attr-defined")], report
 
 
 def test_importing_the_package_does_not_import_torch() -> None:

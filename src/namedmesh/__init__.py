@@ -74,12 +74,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"namedmesh.{_HOMES.get(name, name)}")
-    value = globals()[name] = getattr(module, name) if name in _HOMES else module
-    return value
+if not TYPE_CHECKING:
+    # A type checker knows every name from the imports above. With this function, it would accept any.
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(f"namedmesh.{_HOMES.get(name, name)}")
+        value = globals()[name] = getattr(module, name) if name in _HOMES else module
+        return value
 
 
 def __dir__() -> list[str]:

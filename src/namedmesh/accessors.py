@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,10 @@ class MeshAccessors(MeshViews):
         """Return True: a closed mesh has no length, but code may still ask whether it has a mesh."""
         return True
 
+    def _ipython_key_completions_(self) -> list[str]:
+        """Return the names that IPython completes after ``mesh["``."""
+        return [name for (name, *rest) in self._memberships if not rest]
+
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of the layout, slowest first. ``list(mesh)`` has the axes of views, too."""
@@ -104,18 +108,21 @@ class MeshAccessors(MeshViews):
         self._check_cache()
         return self.layout.sizes
 
-    def __getattr__(self, name: str) -> Any:
-        """Raise an AttributeError that suggests the name to use."""
-        # Python calls it for missing attributes only. During the construction "_axes" may be
-        # missing, and looking it up as an attribute would call this method again.
-        remedy = _ALTERNATIVES.get(name)
-        if remedy is None and name in self.__dict__.get("_axes", ()):
-            remedy = f'mesh.size("{name}"), mesh.rank("{name}"), mesh.group("{name}") or mesh["{name}"]'
-        if remedy is not None:
-            hint = f"; write {remedy}"
-        else:
-            hint = did_you_mean(name, [known for known in dir(type(self)) if not known.startswith("_")])
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+    if not TYPE_CHECKING:
+        # A type checker knows every attribute. With this method, it would accept any.
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an AttributeError that suggests the name to use."""
+            # Python calls it for missing attributes only. During the construction "_axes" may be
+            # missing, and looking it up as an attribute would call this method again.
+            remedy = _ALTERNATIVES.get(name)
+            if remedy is None and name in self.__dict__.get("_axes", ()):
+                remedy = f'mesh.size("{name}"), mesh.rank("{name}"), mesh.group("{name}") or mesh["{name}"]'
+            if remedy is not None:
+                hint = f"; write {remedy}"
+            else:
+                hint = did_you_mean(name, [known for known in dir(type(self)) if not known.startswith("_")])
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the process group of this rank over axes.
