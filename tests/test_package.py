@@ -46,6 +46,7 @@ def test_dir_lists_exactly_the_exported_names() -> None:
         namedmesh.int_mesh  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_type_checker_sees_only_names_that_exist(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
