@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from typing_extensions import Self
+    from typing import Self
 
 
 class NoReads(TorchDispatchMode):

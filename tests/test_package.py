@@ -11,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,6 @@ import namedmesh
 from namedmesh import NamedMeshError
 from namedmesh.__main__ import main
 from namedmesh.sizes import RESERVED
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "namedmesh"
