@@ -15,6 +15,9 @@ from ranks import fake_world, live_groups, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import namedmesh
 from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh, OptionError
@@ -441,6 +444,27 @@ def test_attribute_errors_suggest_the_name_to_use() -> None:
                 AttributeError, match=match_message(f"'NamedMesh' object has no attribute {name!r}; {hint}")
             ):
                 getattr(mesh, name)
+        mesh.close()
+
+
+def test_a_named_mesh_in_the_place_of_a_torch_mesh_is_one_message() -> None:
+    with fake_world(2):
+        mesh: Any = namedmesh.init_mesh(dp=1, tp=2)
+        layer = torch.nn.Linear(2, 2)
+        calls: list[Callable[[], object]] = [
+            lambda: fully_shard(layer, mesh=mesh),
+            lambda: distribute_tensor(torch.ones(2), mesh, [Replicate()]),
+            lambda: parallelize_module(layer, mesh, ColwiseParallel()),
+        ]
+        for call in calls:
+            with pytest.raises(
+                AttributeError, match=r'DeviceMesh, give it mesh\["dp"\] or mesh.device_mesh$'
+            ):
+                call()
+        for call in (lambda: mesh.size(0), lambda: mesh.group(1), lambda: mesh[0]):
+            with pytest.raises(AxisError, match="axes have names, got [01]; write 'dp' or another of "):
+                call()
+        assert mesh._ipython_key_completions_() == ["dp", "tp"]
         mesh.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,7 +71,8 @@ class MeshAccessors(MeshViews):
         if isinstance(names, str):
             cached = self._slices.get(names)
             return self._find_slice((names,), self._version) if cached is None else cached
-        return self._find_slice(tuple(names), self._version)
+        selected = tuple(names) if isinstance(names, Iterable) else (names,)
+        return self._find_slice(selected, self._version)
 
     def __contains__(self, name: object) -> bool:
         """Return whether a name is an axis of the mesh or of a view, or a flattened axis."""
@@ -122,6 +123,8 @@ class MeshAccessors(MeshViews):
                 hint = f"; write {remedy}"
             else:
                 hint = did_you_mean(name, [known for known in dir(type(self)) if not known.startswith("_")])
+            if name in _ASKED_BY_TORCH:
+                hint += '; where torch wants a DeviceMesh, give it mesh["dp"] or mesh.device_mesh'
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def group(self, *axes: str) -> dist.ProcessGroup:
@@ -359,6 +362,9 @@ _ALTERNATIVES = {
     "device_type": "mesh.device.type",
     "local_rank": "mesh.device.index",
 }
+
+# What fully_shard, distribute_tensor, parallelize_module and DistributedDataParallel ask of a mesh.
+_ASKED_BY_TORCH = {"ndim", "device_type", "mesh_dim_names", "get_coordinate"}
 
 # A version is a str: torch.compile guards the value of a str, but may make a changed int symbolic.
 _versions = count()

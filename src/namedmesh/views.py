@@ -261,6 +261,9 @@ class MeshViews:
 
 def _format_unknown_axis(axis: str, allowed: tuple[str, ...]) -> str:
     # With hybrid sharding, "dp" can be made as a flattened axis, which the user may have forgotten.
+    argument: object = axis
+    if not isinstance(argument, str):
+        return f"axes have names, got {argument!r}; write {allowed[0]!r} or another of {allowed}"
     problem = f"axis {axis!r} is not one of {allowed}{suggest_axis(axis, allowed)}"
     if axis == "dp" and set(DATA_PARTS) <= set(allowed):
         problem += f', or call mesh.flatten({quote_axes(DATA_PARTS)}, name="dp") once, on every rank'
