@@ -462,7 +462,7 @@ def test_a_named_mesh_in_the_place_of_a_torch_mesh_is_one_message() -> None:
             ):
                 call()
         for call in (lambda: mesh.size(0), lambda: mesh.group(1), lambda: mesh[0]):
-            with pytest.raises(AxisError, match="axes have names, got [01]; write 'dp' or another of "):
+            with pytest.raises(AxisError, match=r"axes have names, got [01]; write 'dp' or another of "):
                 call()
         assert mesh._ipython_key_completions_() == ["dp", "tp"]
         mesh.close()
