@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -17,7 +18,12 @@ from torch.distributed.fsdp import fully_shard
 import namedmesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-NAMES = ("pp", "dp_replicate", "cp", "tp", "batch", "fsdp", "efsdp", "ep", "loss")
+NAMES = ("pp", "dp_replicate", "cp", "tp", "batch", "efsdp", "ep", "loss")
+BACKENDS = {
+    "spmd_types": ("dp", "dp_shard"),
+    "partial_dtensor": ("fsdp",),
+    "full_dtensor": ("dp_shard",),
+}
 pytestmark = pytest.mark.oracle("torchtitan")
 
 
@@ -35,34 +41,40 @@ def shown(dims: Any, name: str) -> Any:
     return mesh and (mesh.mesh.tolist(), mesh.get_local_rank(), mesh.mesh_dim_names)
 
 
-def test_every_mesh_is_that_of_dims_that_make_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torchtitan.distributed.parallel_dims as theirs
-
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_mesh_is_that_of_dims_that_make_their_groups(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    theirs: Any = import_module("torchtitan.distributed.parallel_dims")
     monkeypatch.setattr(theirs, "device_type", "cpu")
     source = random.Random(5)
-    for _ in range(10):
+    for _ in range(6):
         sizes = {axis: source.choice((1, 2, 3)) for axis in AXES}
         world, shards = prod(sizes.values()), sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
         ep = source.choice([size for size in range(1, shards + 1) if shards % size == 0])
         with fake_world(world, source.randrange(world)):
             mesh = namedmesh.init_mesh(sizes, device="cpu")
-            ours = recipe()(mesh, ep)
+            ours = recipe()(mesh, ep, backend)
             assert isinstance(ours, theirs.ParallelDims)
             groups = [each.ranks for each in mesh.communicators]
             assert len(set(groups)) == len(groups)
-            other = theirs.ParallelDims(**sizes, ep=ep, world_size=world, spmd_backend="partial_dtensor")
+            owned = {each.group.group_name for each in mesh.communicators}
+            other = theirs.ParallelDims(**sizes, ep=ep, world_size=world, spmd_backend=backend)
             other.build_mesh()
-            for name in NAMES:
+            for name in NAMES + BACKENDS[backend]:
                 got, expected = shown(ours, name), shown(other, name)
-                assert (got and got[:2]) == (expected and expected[:2]), (sizes, ep, name)
-            assert ours.get_mesh("tp").get_group() is mesh.group("tp") if sizes["tp"] > 1 else True
+                assert got == expected, (sizes, ep, name)
+                if got and 1 < ours.get_mesh(name).size() < world:
+                    assert ours.get_mesh(name).get_group().group_name in owned, (sizes, ep, name)
             mesh.close()
 
 
 def _train() -> float:
     """FSDP over the recipe's mesh; the deviation of the loss and of a gradient from one process."""
     mesh = namedmesh.init_mesh(pp=1, dp_replicate=2, dp_shard=2, cp=1, tp=1)
-    dims = recipe()(mesh)
+    theirs: Any = import_module("torchtitan.distributed.parallel_dims")
+    theirs.device_type = "cpu"
+    dims = recipe()(mesh, spmd_backend="partial_dtensor")
     torch.manual_seed(0)
     model, whole = nn.Linear(8, 8), nn.Linear(8, 8)
     whole.load_state_dict(model.state_dict())
