@@ -68,7 +68,7 @@ class Program:
         for file in self.files:
             for line, text in file.obstacles.get(api.name, {}).items():
                 if (file.path.resolve(), line) not in self.accepted:
-                    return f"{text}; --accept {file.path}:{line} takes it upon yourself"
+                    return f"{file.path}:{line} {text}; --accept {file.path}:{line} takes it upon yourself"
         # The groups of a legacy API are made by its own call, or by a compatibility layer.
         with_groups: set[str] = set()
         for file in self.files:
@@ -101,7 +101,8 @@ class Program:
             if api in file.installed:
                 return True
             for function in file.always_initialized.get(api, ()):
-                if not any(function in other.calls_in_conditions for other in self.files):
+                # A function that is only called under a condition is no initialization of every run.
+                if not any(other.conditional_calls.get(function) for other in self.files):
                     return True
         return False
 
