@@ -209,6 +209,7 @@ class _Finder:
     def find(self, tree: ast.Module) -> None:
         """Record the uses in a file, and its effects on the rest of the program."""
         self._bindings = _find_bindings(tree)
+        self.found.has_namedmesh = "namedmesh" in self._bindings[tree].get("namedmesh", ())
         last_line = 0
         for position, statement in enumerate(tree.body):
             is_docstring = position == 0 and ast.get_docstring(tree) is not None
@@ -222,9 +223,8 @@ class _Finder:
 
     def _visit(self, node: ast.AST) -> None:
         """Record a node, and the nodes inside of it unless they are a part of the same use."""
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            self._record_import(node)
-            return
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in API_OF_MODULE:
+            self._add(node.names[0], API_OF_MODULE[node.module], "*", Advice("", doubt=_STAR))
         was_conditional = self._is_conditional
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -241,20 +241,6 @@ class _Finder:
             self._visit(child)
         self._parents.pop()
         self._is_conditional = was_conditional
-
-    def _record_import(self, node: ast.Import | ast.ImportFrom) -> None:
-        """Record ``import namedmesh`` outside of functions, and star imports."""
-        if isinstance(node, ast.ImportFrom):
-            if node.names[0].name == "*" and node.module in API_OF_MODULE:
-                self._add(node.names[0], API_OF_MODULE[node.module], "*", Advice("", doubt=_STAR))
-        elif self._find_function() is None:
-            for alias in node.names:
-                if alias.name.partition(".")[0] == "namedmesh" and alias.asname is None:
-                    self.found.has_namedmesh = True
-
-    def _find_function(self) -> Any:
-        """Return the outermost function around the node that is visited; None without one."""
-        return next((node for node in self._parents if isinstance(node, _FUNCTIONS)), None)
 
     def _look_up(self, name: str) -> set[str]:
         """Return the qualified names of a name where it is visited; empty if nothing binds it."""
@@ -399,7 +385,7 @@ class _Finder:
         for name in given.keys() & {"rank_offset", "local_world_size"}:
             text = f"makes groups over a part of the world ({name})"
             self.found.obstacles.setdefault(api.name, {})[node.lineno] = text
-        function = self._find_function()
+        function: Any = next((parent for parent in self._parents if isinstance(parent, _FUNCTIONS)), None)
         if not isinstance(node, ast.Call):  # passed on: another line calls it
             self.found.has_virtual = True
         else:
