@@ -6,7 +6,8 @@ mesh, and ``{axes}`` are the axes that the flags of a call choose.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from namedmesh.axes import EXPERT_AXES
@@ -157,15 +158,6 @@ FAIRSCALE = _make_rows(LEGACY_APIS["fairscale"].groups, "_parallel")
 EZPZ = _make_rows(LEGACY_APIS["ezpz"].groups, "_parallel")
 """The names of ``ezpz.tp``."""
 
-# Without torch's default group Megatron returns 0 for these kinds, so that tools run in one process.
-_ZERO_BEFORE = (
-    "data_parallel",
-    "context_parallel",
-    "expert_model_parallel",
-    "expert_data_parallel",
-    "tensor_and_context_parallel",
-    "expert_tensor_and_model_parallel",
-)
 _TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -184,7 +176,7 @@ class LegacyApi(NamedTuple):
         sizes: the parameters of its initialization that are sizes, by the axes of the mesh in their
             order; empty text for an axis that is inferred.
         parameters: the parameters of its initialization that may be given by position.
-        answers_before: the functions that return a number before the groups are made.
+        answers_before: a pattern of the functions that return a number before the groups are made.
         initializer: the function that makes the groups.
     """
 
@@ -194,7 +186,7 @@ class LegacyApi(NamedTuple):
     source: str
     sizes: Mapping[str, str]
     parameters: tuple[str, ...]
-    answers_before: Collection[str] = ()
+    answers_before: str = ""
     initializer: str = "initialize_model_parallel"
 
     @property
@@ -211,7 +203,9 @@ APIS = (
         "megatron/core/parallel_state.py",
         {"pp": _PP, "dp": "", "cp": "context_parallel_size", "tp": _TP},
         (_TP, _PP, VIRTUAL),
-        {f"get_{kind}_{answer}" for kind in _ZERO_BEFORE for answer in ("rank", "world_size")},
+        # Without torch's default group Megatron returns 0 for these, so that tools run in one process.
+        "get_(data|context|expert_model|expert_data|tensor_and_context|expert_tensor_and_model)_parallel_"
+        "(rank|world_size)",
     ),
     LegacyApi(
         "fairscale",
@@ -238,7 +232,7 @@ APIS = (
         },
         ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"),
         # A program without tensor parallelism does not initialize ezpz, which describes one rank then.
-        {f"get_tensor_parallel_{answer}" for answer in ("rank", "world_size", "src_rank")},
+        "get_tensor_parallel_(rank|world_size|src_rank)",
         "initialize_tensor_parallel",
     ),
 )
@@ -308,7 +302,8 @@ def advise(module: str, name: str, arguments: Arguments) -> Advice | None:  # no
         return Advice(f"{fairscale} or {megatron}", doubt=doubt)
     # A legacy name without a row is reported, too: it has to be replaced by hand, or stays.
     if name in api.rows:
-        return api.rows[name].advise(arguments)._replace(needs_groups=name in api.answers_before)
+        needs_groups = re.fullmatch(api.answers_before, name) is not None
+        return api.rows[name].advise(arguments)._replace(needs_groups=needs_groups)
     if f"{module}.{name}" in API_OF_MODULE:
         return None
     return Advice("", doubt="it has no replacement")

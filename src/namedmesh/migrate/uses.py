@@ -33,7 +33,8 @@ from namedmesh.migrate.table import (
 _NAMES = {"parallel_state", "mpu", "fairscale", "ezpz"}.union(*(api.rows for api in APIS))
 _MARKS = re.compile(rf"\b(?:{'|'.join(sorted(_NAMES))})\b".encode())
 # The functions that make a compatibility layer answer, and its legacy API.
-_API_OF_INSTALLER = {f"{api.layer}.{name}": api.name for api in APIS for name in ("install", "bind")}
+_API_OF_INSTALLER = {f"{api.layer}.install": api.name for api in APIS}
+_API_OF_INSTALLER |= {f"{api.layer}.bind": api.name for api in APIS}
 _STAR = "its names cannot be followed: import those that are used, and run this command again"
 _PASSED_ON = "the module itself is passed on or asked by a computed name"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -283,26 +284,29 @@ class _Finder:
         if name in _API_OF_INSTALLER:
             self.found.installed.add(_API_OF_INSTALLER[name])
             return True
-        if name in API_OF_MODULE:
-            # `megatron.core.mpu` alone, not with one of its names behind it.
-            self._add(node, API_OF_MODULE[name], leaf, Advice("", doubt=_PASSED_ON))
-            return True
-        api = API_OF_MODULE.get(module)
+        # `megatron.core.mpu` alone, or with one of its names behind it.
+        api = API_OF_MODULE.get(name) or API_OF_MODULE.get(module)
         arguments = self._read_arguments(node)
-        if api is not None and leaf == api.initializer:
+        makes_groups = False
+        advice: Advice | None
+        if name in API_OF_MODULE:
+            advice = Advice("", doubt=_PASSED_ON)
+        elif api is not None and leaf == api.initializer:
+            makes_groups = True
+            advice = initialize(module, arguments)
             if module.startswith("namedmesh."):
                 self.found.installed.add(api.name)  # the layer itself makes a mesh
             else:
                 self._record_initialization(node, api, arguments)
-            self._add(node, api, leaf, initialize(module, arguments), makes_groups=True)
-            return True
-        advice = advise(module, leaf, arguments)
-        if not module or advice is None:
-            return False
-        if api is not None:
-            self._record_assignment(node, api, leaf)
-        doubt = advice.doubt or self._find_doubt(node, module, leaf, is_certain_name=is_certain_name)
-        self._add(node, api, leaf, advice._replace(doubt=doubt))
+        else:
+            advice = advise(module, leaf, arguments)
+            if not module or advice is None:
+                return False
+            if api is not None:
+                self._record_assignment(node, api, leaf)
+            doubt = advice.doubt or self._find_doubt(node, module, leaf, is_certain_name=is_certain_name)
+            advice = advice._replace(doubt=doubt)
+        self._add(node, api, leaf, advice, makes_groups=makes_groups)
         return True
 
     def _add(

@@ -348,17 +348,22 @@ def explain(first: Partition, second: Partition) -> str:
         LayoutError: if the step of one of them is not estimated.
     """
     faster, slower = sorted((first, second), key=lambda partition: -partition.tokens_per_second)
-    memories = [_memory_in_gigabytes(partition) for partition in (faster, slower)]
-    steps = [sum(partition.seconds.values()) for partition in (faster, slower)]
-    totals = [sum(memory.values()) for memory in memories]
+    memory = _memory_in_gigabytes(faster)
+    slower_memory = _memory_in_gigabytes(slower)
+    step = sum(faster.seconds.values())
+    slower_step = sum(slower.seconds.values())
     comparison = f"{faster.specification} ({faster.policies}) is faster than {slower.specification} ({slower.policies})"
-    saved = 1 - steps[0] / steps[1]
-    lines = [f"{comparison}: {steps[0]:.3g} s a step against {steps[1]:.3g} s, {saved:.1%} less"]
+    saved = 1 - step / slower_step
+    lines = [f"{comparison}: {step:.3g} s a step against {slower_step:.3g} s, {saved:.1%} less"]
     lines += _list_differences(faster.seconds, slower.seconds, "s")
+    totals = (sum(memory.values()), sum(slower_memory.values()))
     lines.append(f"it needs {totals[0]:.3g} GB a GPU against {totals[1]:.3g} GB")
-    lines += _list_differences(*memories, "GB")
-    ruled_out = [partition for partition in (faster, slower) if partition.reasons]
-    lines += [f"{partition.specification} is ruled out: {partition.reasons[0]}" for partition in ruled_out]
+    lines += _list_differences(memory, slower_memory, "GB")
+    lines += [
+        f"{found.specification} is ruled out: {found.reasons[0]}"
+        for found in (faster, slower)
+        if found.reasons
+    ]
     return "\n".join(lines)
 
 

@@ -82,12 +82,11 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
         # Browsers show the title as a tooltip, also if the cell has no room for coordinates.
         elements.append(f'<g class="rank" data-rank="{rank}"><title>rank {rank}: {", ".join(lines)}</title>')
         elements.append(_format_rect(x, y, grid.cell_width, grid.cell_height, fill))
-        for line, text in enumerate([str(rank), *lines] if grid.is_detailed else [str(rank)]):
-            size = 13 if line else 17
-            baseline = y + 18 + line * _LINE_HEIGHT
-            elements.append(
-                _format_text(x + grid.cell_width / 2, baseline, text, size, 'text-anchor="middle"')
-            )
+        middle = x + grid.cell_width / 2
+        elements.append(_format_text(middle, y + 18, str(rank), 17, 'text-anchor="middle"'))
+        for index, text in enumerate(lines if grid.is_detailed else (), 1):
+            baseline = y + 18 + index * _LINE_HEIGHT
+            elements.append(_format_text(middle, baseline, text, 13, 'text-anchor="middle"'))
         elements.append("</g>")
     elements += _draw_outlines(grid, group_size, crossing)
     legend, height = _draw_legend(grid, color_axis, colors)
