@@ -1,4 +1,4 @@
-"""Follow the names that the modules of a program re-export, to the legacy API that they come from."""
+"""Follow re-exported names of a program to the legacy API that they come from."""
 
 from __future__ import annotations
 

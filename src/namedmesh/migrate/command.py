@@ -68,7 +68,7 @@ def _run(arguments: Namespace) -> tuple[int, str]:
 
 
 def _list_files(given: Sequence[Path]) -> tuple[list[Path], int, list[str]]:
-    """Return the files in the given folders, each of them once, the number of notebooks, and problems.
+    """Return the files in the given folders, the number of notebooks, and problems.
 
     Links out of the folders are not followed: ``--write`` changes no file that was not given.
     """

@@ -1,6 +1,6 @@
-"""Find the uses of legacy names in one file, with the qualified names that its imports give them.
+"""Find the uses of legacy names in one file.
 
-The uses are plain data with positions in bytes, so that a file can be rewritten without being
+The imports of the file give each name a qualified name. The uses are plain data with positions in bytes, so that a file can be rewritten without being
 parsed again.
 """
 
@@ -129,7 +129,10 @@ def read_file(path: Path, aliases: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 Names = dict[str, set[str]]
-"""By a name of a scope, the qualified names that imports give it; empty text for another object."""
+"""The names of a scope, with the qualified names that imports give them.
+
+An empty text is another object, such as a parameter.
+"""
 
 
 def _find_bindings(tree: ast.Module) -> dict[ast.AST, Names]:

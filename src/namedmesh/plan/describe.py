@@ -210,7 +210,7 @@ def _map_axes_to_layouts(layouts: JobLayout) -> dict[str, Layout]:
 
 
 def _check_nodes(layouts: JobLayout, gpus_per_node: int) -> tuple[dict[str, int], list[str]]:
-    """Find what leaves a node.
+    """Find the groups that leave a node.
 
     Returns:
         By axis, the number of groups that have ranks on several nodes; and warnings about nodes

@@ -1,4 +1,4 @@
-"""Count the parameters and activations of a pipeline rank, and the memory of a training step.
+"""Count the parameters, activations and memory of a pipeline rank.
 
 Each formula names its source.
 """

@@ -102,7 +102,9 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
 
 
 class _Grid:
-    """The sizes and positions of cells and boxes in pixels; a box is a node, or a row of ranks.
+    """The sizes and positions of cells and boxes in pixels.
+
+    A box is a node, or a row of ranks.
 
     Args:
         layout: the layout.
