@@ -1,7 +1,7 @@
 """Find the uses of legacy names in one file.
 
-The imports of the file give each name a qualified name. The uses are plain data with positions in bytes, so that a file can be rewritten without being
-parsed again.
+The imports of the file give each name a qualified name. The uses are plain data with positions in
+bytes, so that a file can be rewritten without being parsed again.
 """
 
 from __future__ import annotations
