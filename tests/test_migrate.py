@@ -223,6 +223,14 @@ def test_the_layer_is_installed_where_the_groups_are_made(tmp_path: Path) -> Non
     expected = source.replace(f"    {USE}", f"    {LAYER}.install()\n    {USE}")
     after = program.rewrite(files["train"])
     assert after.decode() == f"import {LAYER}\n{expected}"
+    # A body without a line of its own has no place for another statement.
+    for signature in ("def setup():", "def setup(a,\n          b=1):"):
+        program, files = program_of(
+            tmp_path, train=f"{USE}@wrap\n{signature} mpu.initialize_model_parallel(2)\n", file=reads
+        )
+        lines = program.rewrite(files["train"]).decode().splitlines()
+        assert lines[2:4] == [f"{LAYER}.install()", "@wrap"]
+    program, files = program_of(tmp_path, train=source, file=reads)
     # A second time there is nothing left to write.
     program, files = program_of(tmp_path, train=after.decode(), file=reads)
     assert program.rewrite(files["train"]) == after

@@ -404,8 +404,9 @@ class _Finder:
         if function is not None:
             has_docstring = ast.get_docstring(function) is not None and len(function.body) > 1
             first = function.body[int(has_docstring)]
+            line_start = self._line_starts[first.lineno - 1]
             # Without a line of its own, the statement of the module comes before the call.
-            if first.lineno > function.lineno:
+            if not self.found.source[line_start : self._find_span(first)[0]].strip():
                 before = first
         decorators: Sequence[ast.expr] = getattr(before, "decorator_list", ())
         line_start = self._line_starts[min(part.lineno for part in (before, *decorators)) - 1]
