@@ -14,6 +14,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from namedmesh import plan
+from namedmesh.plan.memory import estimate_memory
+from namedmesh.plan.model import Axes
+from namedmesh.plan.partitions import find_partition
+from namedmesh.plan.step import estimate_step
 
 MEMORY_GOAL, SPEED_GOAL, PLACE_GOAL = 0.15, 0.25, 5
 
@@ -73,7 +77,7 @@ class Run(NamedTuple):
     source: str
     assumed: str
     job: plan.Job
-    axes: plan.Axes
+    axes: Axes
     gpus: int
     memory: float | None
     tokens: float
@@ -113,7 +117,7 @@ def _run(row: dict[str, str], group: str, source: str, assumed: str) -> Run:
     if row["layers"]:
         model = replace(model, layers=values["layers"], hidden=values["hidden"], heads=values["heads"])
     tp, cp, pp = values["tp"], values["cp"], values["pp"]
-    axes = plan.Axes(tp, cp, pp, gpus // (tp * cp * pp), ep=values["ep"])
+    axes = Axes(tp, cp, pp, gpus // (tp * cp * pp), ep=values["ep"])
     knobs = {one.name: values[one.name] for one in fields(plan.Job) if one.name in values}
     job = plan.Job(**knobs | {"model": model, "hardware": HARDWARE[row["hardware"]]})
     memory = float(row["GiB"]) if row["GiB"] else None
@@ -138,10 +142,10 @@ def _tokens(figure: float, unit: str, job: plan.Job, gpus: int) -> float:
 
 def place(run: Run) -> str:
     """Return the place of the published layout among all that fit, or that need no more memory than it."""
-    needed, has = plan.estimate_memory(run.job, run.axes).total, run.job.hardware.memory
+    needed, has = estimate_memory(run.job, run.axes).total, run.job.hardware.memory
     job = replace(run.job, hardware=replace(run.job.hardware, memory=max(needed, has)))
     partitions = plan.list_partitions(run.gpus, job, margin=0, dp_replicate=1)
-    published = plan.find_partition(partitions, run.axes._asdict())
+    published = find_partition(partitions, run.axes._asdict())
     if published.memory is None:
         return "none"
     fitting = plan.best_partitions(partitions, len(partitions))
@@ -153,8 +157,8 @@ def compare(run: Run) -> Result:
     """Compare one run with what is predicted for it."""
     memory = None
     if run.memory is not None:
-        memory = plan.estimate_memory(run.job, run.axes).total / 2**30 / run.memory - 1
-    seconds = sum(plan.estimate_step(run.job, run.axes).values())
+        memory = estimate_memory(run.job, run.axes).total / 2**30 / run.memory - 1
+    seconds = sum(estimate_step(run.job, run.axes).values())
     predicted = run.job.global_batch * run.job.seq / seconds / run.gpus
     return Result(memory, predicted / run.tokens - 1, place(run))
 

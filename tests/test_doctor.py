@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from importlib import metadata
 from threading import Event
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from messages import capture_printed, match_message
 from ranks import run_ranks
 
+import namedmesh
 from namedmesh import doctor
 from namedmesh.__main__ import main
 from namedmesh.doctor import (
@@ -25,7 +28,6 @@ from namedmesh.doctor import (
     check_groups,
     format_measurements,
     format_problems,
-    pair_hosts,
 )
 
 
@@ -152,25 +154,31 @@ def test_a_layout_that_does_not_fit_the_job_is_a_wrong_argument() -> None:
         assert "pp=2 x tp=3 needs 6 ranks" in out
 
 
-def test_the_slowest_group_rank_and_hosts_are_reported() -> None:
+def test_the_slowest_group_and_rank_are_reported() -> None:
     fast = {"tp": AxisSpeed((0, 1), latency=0.001, bandwidth=10e9)}
     slow = {"tp": AxisSpeed((2, 3), latency=0.001, bandwidth=8e9)}
-    by_rank = [
-        Measurements(1, fast, {"a - b": 1e9, "c - a": 5e8}),
-        Measurements(1, fast, {}),
-        Measurements(1, slow, {}),
-        Measurements(2, slow, {}),
-    ]
-    table, _, pairs, slowest = format_measurements(by_rank).split("\n\n")
+    by_rank = [Measurements(rank, 1 + (rank == 3), fast if rank < 2 else slow) for rank in range(4)]
+    table, _, slowest = format_measurements(by_rank).split("\n\n")
     assert table.splitlines()[1].split() == ["tp", "2", "2", "1000.0", "9.0", "2,", "3", "8.0"]
-    assert pairs == "2 pairs of hosts, the slowest first:\n  c - a: 0.5 GB/s\n  a - b: 1 GB/s"
     assert slowest == "slowest rank: 3, 2.00 times the median for work of its own"
 
 
-@pytest.mark.parametrize("count", range(1, 9))
-def test_every_host_is_in_a_pair(count: int) -> None:
-    hosts = [f"host-{rank // 2}" for rank in range(2 * count)]
-    pairs = pair_hosts(hosts)
-    assert {hosts[rank] for pair in pairs for rank in pair} == (set(hosts) if count > 1 else set())
-    assert len(pairs) == (count + 1) // 2 * (count > 1)
-    assert all(rank % 2 == 0 for pair in pairs for rank in pair)
+def _report(*words: str) -> tuple[int, str]:
+    """Print the report of a job that Slurm started, without starting it."""
+    os.environ.update(SLURM_STEP_ID="0", NCCL_DEBUG="INFO", NCCL_IB_HCA="mlx5", WANDB_API_KEY="secret")
+    return run_doctor("--report", *words)
+
+
+def test_the_report_for_an_issue_waits_for_nobody_and_has_no_secrets() -> None:
+    results = run_ranks(4, partial(_report, "pp=2,dp=-1,tp=2"), init=False)
+    assert results[1:] == [(0, "")] * 3
+    status, text = results[0]
+    assert status == 0
+    lines = text.splitlines()
+    for line in (f"namedmesh {namedmesh.__version__}", f"torch {metadata.version('torch')}", "launcher: SLURM", "RANK=0",
+                 "WORLD_SIZE=4", "NCCL_DEBUG=INFO", "NCCL_IB_HCA=mlx5", "mesh: pp=2 x dp=1 x tp=2 (4 ranks), the last axis fastest",
+                 "tp: (0, 1) (2, 3)"):  # fmt: skip
+        assert line in lines, line
+    assert "secret" not in text
+    assert run_doctor("--report", "dp=2,tp=2")[1].count("launcher: none") == 1
+    assert run_doctor("--report", "tp=x")[0] == 2

@@ -24,8 +24,6 @@ from namedmesh import Layout, NamedMesh
 from namedmesh.__main__ import main
 from namedmesh.compat import fairscale
 from namedmesh.migrate import FAIRSCALE, MEGATRON, Row, initialize
-
-pytest.importorskip("libcst")
 from namedmesh.migrate.program import Program
 from namedmesh.migrate.uses import FileUses, read_file
 
@@ -206,6 +204,10 @@ def program_of(folder: Path, **sources: str) -> tuple[Program, dict[str, FileUse
         (f"{USE}x = mpu._TENSOR_MODEL_PARALLEL_GROUP\n", f'{USE}import namedmesh\nx = namedmesh.current_mesh().group("tp")\n'),
         (f"{USE}-mpu.get_data_parallel_rank(True)\n", f'{USE}import namedmesh\n-namedmesh.current_mesh().rank("dp", "cp")\n'),
         (f"{USE}s = 'ä'; mpu.get_data_parallel_rank()\n", f"{USE}import namedmesh\ns = 'ä'; {NEW}\n"),
+        (f"\ufeff{USE}mpu.get_data_parallel_rank()\n", f"\ufeff{USE}import namedmesh\n{NEW}\n"),
+        (f"{USE}x = (  # why\n    mpu.get_data_parallel_rank()\n)\n", f"{USE}import namedmesh\nx = (  # why\n    {NEW}\n)\n"),
+        (f"import os; {USE}x = 1; y = mpu.get_data_parallel_rank()\n", f"import os; {USE}import namedmesh\nx = 1; y = {NEW}\n"),
+        (f"import os; x = 1\n{USE}mpu.get_data_parallel_rank()\n", f"import namedmesh\nimport os; x = 1\n{USE}{NEW}\n"),
         (f"{USE}if x:\r\n    mpu.get_data_parallel_rank()\r\n".replace("mpu\n", "mpu\r\n"), f"{USE}import namedmesh\nif x:\n    {NEW}\n".replace("\n", "\r\n")),
     ],
 )  # fmt: skip
@@ -221,6 +223,14 @@ def test_the_layer_is_installed_where_the_groups_are_made(tmp_path: Path) -> Non
     expected = source.replace(f"    {USE}", f"    {LAYER}.install()\n    {USE}")
     after = program.rewrite(files["train"])
     assert after.decode() == f"import {LAYER}\n{expected}"
+    # A body without a line of its own has no place for another statement.
+    for signature in ("def setup():", "def setup(a,\n          b=1):"):
+        program, files = program_of(
+            tmp_path, train=f"{USE}@wrap\n{signature} mpu.initialize_model_parallel(2)\n", file=reads
+        )
+        lines = program.rewrite(files["train"]).decode().splitlines()
+        assert lines[2:4] == [f"{LAYER}.install()", "@wrap"]
+    program, files = program_of(tmp_path, train=source, file=reads)
     # A second time there is nothing left to write.
     program, files = program_of(tmp_path, train=after.decode(), file=reads)
     assert program.rewrite(files["train"]) == after
@@ -247,6 +257,8 @@ def test_the_layer_is_installed_where_the_groups_are_made(tmp_path: Path) -> Non
         ("if x:\n    import mine as mpu\nmpu.get_data_parallel_rank()", "the name can be something else"),
         ("from mytools import namedmesh\nmpu.get_data_parallel_rank()", "the file has another object"),
         ("import mine as namedmesh\nmpu.get_data_parallel_rank()", "the file has another object"),
+        ("def f():\n    global mpu\n    import mine as mpu\nmpu.get_data_parallel_rank()", "the name can be something else"),
+        ("class A:\n    mpu = 1\n    def f(self):\n        use(mpu.get_data_parallel_rank)", "it is passed on, not called"),
         ("def namedmesh(): ...\nmpu.get_data_parallel_rank()", "the file has another object"),
         ("from .utils import state\nstate.get_data_parallel_rank()", "through "),
     ],
@@ -335,6 +347,9 @@ def test_two_meanings_of_a_name_are_both_said(tmp_path: Path) -> None:
     write_files(tmp_path, make=makes)
     _, out = migrate("--diff", "--module", "sat.mpu=fairscale", tmp_path)
     assert '+namedmesh.compat.fairscale.install("sat.mpu")' in out
+    assert '+print(namedmesh.current_mesh().rank("tp"))' in out
+    write_files(tmp_path, train="from sat.mpu import get_model_parallel_rank as rank\nprint(rank())\n")
+    _, out = migrate("--diff", "--module", "sat.mpu=fairscale", tmp_path)
     assert '+print(namedmesh.current_mesh().rank("tp"))' in out
     status, out = migrate("--module", "sat.mpu=deepspeed", tmp_path)
     assert (status, "is not NAME=API, with one of the APIs megatron, fairscale, ezpz" in out) == (2, True)
@@ -615,15 +630,13 @@ def test_the_report_covers_every_kind_of_file(source: str, shown: str, tmp_path:
     assert ("No use" in out) == (source in {OTHERS, READER}) or status
 
 
-def test_many_files_are_read_in_parallel(tmp_path: Path) -> None:
+def test_many_files_are_reported_in_order(tmp_path: Path) -> None:
     for number in range(50):
         (tmp_path / f"file{number:02}.py").write_text(
             f"{USE}x = mpu.get_data_parallel_rank()\n", encoding="utf-8"
         )
     (tmp_path / "train.py").write_text(USE + INIT, encoding="utf-8")
-    words = [sys.executable, "-m", "namedmesh", "migrate", str(tmp_path)]
-    done = subprocess.run(words, check=True, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
+    lines = migrate(tmp_path)[1].splitlines()
     assert lines[0] == f'{tmp_path / "file00.py"}:2: get_data_parallel_rank() -> mesh.rank("dp")'
     assert lines[-1] == "51 uses in 51 files, 50 of them certain."
 

@@ -16,12 +16,10 @@ from pathlib import Path
 
 import pytest
 from installing import interpreter
-from messages import capture_printed
 from torch.utils._device import _device_constructors
 
 import namedmesh
 from namedmesh import NamedMeshError
-from namedmesh.__main__ import main
 from namedmesh.sizes import RESERVED
 
 ROOT = Path(__file__).parents[1]
@@ -146,16 +144,6 @@ def test_pre_commit_uses_the_versions_of_the_test_extra() -> None:
 def test_the_only_dependencies_are_torch_and_packaging() -> None:
     names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in PROJECT["dependencies"]]
     assert names == ["torch", "packaging"]
-
-
-def test_the_error_for_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "libcst", None)
-    status, printed, errors = capture_printed(lambda: main(["migrate", str(ROOT / "tests")]))
-    assert (status, printed) == (1, "")
-    assert errors == (
-        "namedmesh migrate: LibCST is not installed; install it with: pip install 'namedmesh[migrate]'\n"
-    )
-    assert "migrate" in PROJECT["optional-dependencies"]
 
 
 def test_no_submodule_hides_a_name_of_its_package() -> None:

@@ -19,8 +19,10 @@ import namedmesh
 from namedmesh import Layout, LayoutError, NamedMeshError
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.axes import SHARDING_AXES
+from namedmesh.errors import UsageError
 from namedmesh.legacy import LEGACY_APIS
-from namedmesh.plan import LayoutPlan, UsageError, compare, draw_svg, make_plan, rank_text
+from namedmesh.plan import compare, draw_svg, make_plan
+from namedmesh.plan.describe import LayoutPlan, rank_text
 from namedmesh.plan.spec import parse_spec
 
 ROOT = Path(__file__).parents[1]

@@ -18,10 +18,9 @@ from messages import match_message
 from namedmesh import LayoutError
 from namedmesh.errors import UsageError
 from namedmesh.plan.hardware import CARDS, Hardware, load_hardware
-from namedmesh.plan.memory import estimate_memory
+from namedmesh.plan.memory import count_in_flight, count_layer_elements, estimate_memory, list_stage_shares
 from namedmesh.plan.model import Axes, Job, Model, read_config
 from namedmesh.plan.partitions import Partition, best_partitions, explain, find_partition, list_partitions
-from namedmesh.plan.stages import count_in_flight, count_layer_elements, list_stage_shares
 from namedmesh.plan.step import estimate_collective, estimate_step
 from namedmesh.sizes import stage_range
 

@@ -2,7 +2,7 @@
 
 It runs under torchrun, on the ranks of a real job. Rank 0 prints the measurements of all ranks. A
 problem is printed by every rank, whose exit status is then 1. torch is imported when the command
-runs.
+runs. ``--report`` only describes the job and its software, and waits for nobody.
 
 The ranks report to each other through the store of the job: a collective would hang together with
 the groups that are checked.
@@ -11,16 +11,21 @@ the groups that are checked.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import platform
+import re
 import socket
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from namedmesh._version import __version__
 from namedmesh.command_line import float_between
 from namedmesh.errors import (
     AgreementError,
@@ -31,6 +36,7 @@ from namedmesh.errors import (
     get_first_line,
 )
 from namedmesh.layout import Layout
+from namedmesh.plan.describe import make_plan
 from namedmesh.plan.spec import (
     add_layout_arguments,
     format_table,
@@ -38,6 +44,7 @@ from namedmesh.plan.spec import (
     parse_spec,
     read_layout_arguments,
 )
+from namedmesh.tested_releases import TESTED_RELEASES
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +53,10 @@ if TYPE_CHECKING:
 # A measurement is the median of several rounds. Before them, connections and caches are warmed up.
 _WARM_UP_ROUNDS = 3
 _MEASURED_ROUNDS = 9
-_SHOWN_HOST_PAIRS = 8
-
+# The settings of a report. They say how ranks communicate, and hold no secrets.
+_SETTINGS = re.compile(
+    r"(NCCL|GLOO|TORCH_NCCL|TORCH_DISTRIBUTED|OMP_NUM|CUDA_VISIBLE|HIP_VISIBLE)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
+)
 
 _REMEDY = (
     "check the output of each rank with NCCL_DEBUG=INFO, and that NCCL_SOCKET_IFNAME (with gloo "
@@ -90,7 +99,7 @@ class AxisSpeed(NamedTuple):
         bandwidth: the bytes that a large all-reduce sends over each link, per second.
     """
 
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     latency: float
     bandwidth: float
 
@@ -99,14 +108,14 @@ class Measurements(NamedTuple):
     """The measurements of one rank.
 
     Attributes:
+        rank: the rank.
         local_seconds: the time of a matrix product on this rank, without communication.
-        axes: by axis, the speed of this rank's group.
-        host_pairs: by the names of two hosts, the bytes per second of messages between them.
+        axes: by axis, the fields of :class:`AxisSpeed` for this rank's group.
     """
 
+    rank: int
     local_seconds: float
-    axes: dict[str, AxisSpeed]
-    host_pairs: dict[str, float]
+    axes: Mapping[str, Sequence[Any]]
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -117,6 +126,8 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("--device", help=text)
     text = "size of the large all-reduce (default: 4, on a GPU 64)"
     parser.add_argument("--megabytes", type=float_between(0.001, 1024), metavar="M", help=text)
+    text = "for an issue: print versions, launcher, layout, groups and settings, and check nothing"
+    parser.add_argument("--report", action="store_true", help=text)
 
 
 def _run(arguments: Namespace) -> tuple[int, str]:
@@ -137,6 +148,8 @@ def _run(arguments: Namespace) -> tuple[int, str]:
     spec, sizes = read_layout_arguments(arguments)
     # A specification that cannot be parsed raises here, before the ranks wait for each other.
     parse_spec(spec)
+    if arguments.report:
+        return 0, _format_report(spec, sizes)
     timeout = timedelta(seconds=arguments.timeout)
     problems: list[Any] = []
     try:
@@ -155,12 +168,14 @@ def _run(arguments: Namespace) -> tuple[int, str]:
             # from its end. The problems are printed before it.
             atexit.register(os._exit, 1)
             raise AgreementError(*format_problems([problem and Problem(*problem) for problem in problems]))
-        hosts = exchange("host", socket.gethostname())
         megabytes = arguments.megabytes or (4 if device.type == "cpu" else 64)
-        measurements = measure(groups, hosts, device, round(megabytes * 2**20))
-        by_rank = [_read_measurements(values) for values in exchange("speed", measurements) if values]
-        head = f"{job.dense}, {dist.get_backend()} on {device.type}, {format_count(len(set(hosts)), 'host')}"
-        return 0, f"{head}\n\n{format_measurements(by_rank)}\n" if dist.get_rank() == 0 else ""
+        reports = exchange("speed", (socket.gethostname(), measure(groups, device, round(megabytes * 2**20))))
+        if dist.get_rank() > 0:
+            return 0, ""
+        hosts = {host for host, _ in filter(None, reports)}
+        by_rank = [Measurements(*values) for _, values in filter(None, reports)]
+        head = f"{job.dense}, {dist.get_backend()} on {device.type}, {format_count(len(hosts), 'host')}"
+        return 0, f"{head}\n\n{format_measurements(by_rank)}\n"
     except RuntimeError as error:
         if isinstance(error, NamedMeshError):
             raise
@@ -169,6 +184,32 @@ def _run(arguments: Namespace) -> tuple[int, str]:
     finally:
         if dist.is_initialized() and not any(problems):
             dist.destroy_process_group()
+
+
+def _format_report(spec: str, sizes: Mapping[str, Any]) -> str:
+    """Describe the software, the launcher, the layout and the settings of this process."""
+    import torch
+
+    from namedmesh.launchers import find_launcher, torchrun_variables
+
+    environment = os.environ | torchrun_variables(os.environ)
+    if environment.get("RANK", "0") != "0":
+        return ""
+    number = environment.get("WORLD_SIZE", "" if spec or sizes else "1")
+    plan = make_plan(spec, world_size=int(number) if number.isdecimal() else None, **sizes)
+    lines = [f"namedmesh {__version__}", f"Python {platform.python_version()} on {platform.platform()}"]
+    for release in TESTED_RELEASES.values():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            lines.append(f"{release.package} {metadata.version(release.package)}")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        lines.append(f"{module.device_count()} x {module.get_device_name()}, CUDA {torch.version.cuda}")
+        if accelerator.type == "cuda":
+            lines.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    lines.append(f"launcher: {find_launcher(environment) or 'none'}")
+    lines += [f"{name}={environment[name]}" for name in sorted(environment) if _SETTINGS.match(name)]
+    return "\n".join([*lines, "", str(plan)]) + "\n"
 
 
 def _make_groups(layout: Layout, expert_layout: Layout | None, device: torch.device) -> list[CheckedGroup]:
@@ -274,27 +315,15 @@ def _check_group(group: CheckedGroup, device: torch.device, report_step: Callabl
     return "" if total == expected else f"an all-reduce gave {total} instead of {expected}"
 
 
-def _read_measurements(values: Sequence[Any]) -> Measurements:
-    """Return measurements that were exchanged as JSON, which knows no tuples."""
-    local_seconds, speeds, host_pairs = values
-    axes = {}
-    for axis, (ranks, latency, bandwidth) in speeds.items():
-        axes[axis] = AxisSpeed(tuple(ranks), latency, bandwidth)
-    return Measurements(local_seconds, axes, host_pairs)
-
-
-def measure(
-    groups: Sequence[CheckedGroup], hosts: Sequence[str], device: torch.device, num_bytes: int
-) -> Measurements:
-    """Measure a matrix product, the all-reduces of each group, and messages between two hosts.
+def measure(groups: Sequence[CheckedGroup], device: torch.device, num_bytes: int) -> Measurements:
+    """Measure a matrix product, and the all-reduces of each group.
 
     Collective: every rank must call it with its groups over the same axes.
 
     Args:
         groups: the groups of this rank.
-        hosts: by rank, the name of its host.
         device: the device of the tensors.
-        num_bytes: the size of the large all-reduce, and of a message between hosts.
+        num_bytes: the size of the large all-reduce.
 
     Returns:
         The measurements of this rank.
@@ -305,8 +334,6 @@ def measure(
     matrix = torch.ones(2 * [256 if device.type == "cpu" else 4096], device=device)
     small = torch.zeros(1, device=device)
     large = torch.zeros(max(1, num_bytes // 4), device=device)
-    axes = {}
-    host_pairs = {}
 
     def time_call(call: Callable[[], object]) -> float:
         times = []
@@ -320,6 +347,7 @@ def measure(
 
     # A slow rank must not look like a slow link, so it is measured without communication, too.
     local_seconds = time_call(lambda: matrix @ matrix)
+    axes = {}
     for axis, ranks, group in groups:
         latency = time_call(partial(dist.all_reduce, small, group=group))
         seconds = time_call(partial(dist.all_reduce, large, group=group))
@@ -327,41 +355,7 @@ def measure(
         # computes its "busbw" like that, too, whichever algorithm runs.
         bytes_per_link = 2 * (len(ranks) - 1) / len(ranks) * num_bytes
         axes[axis] = AxisSpeed(ranks, latency, bytes_per_link / seconds)
-
-    rank = dist.get_rank()
-
-    def send_and_receive(first: int, second: int) -> None:
-        if rank == first:
-            dist.send(large, second)
-            dist.recv(small, second)
-        else:
-            dist.recv(large, first)
-            dist.send(small, first)
-
-    for first, second in pair_hosts(hosts):
-        if rank in {first, second}:
-            seconds = time_call(partial(send_and_receive, first, second))
-            # Both ranks have measured the pair. One of them reports it.
-            if rank == first:
-                host_pairs[f"{hosts[first]} - {hosts[second]}"] = num_bytes / seconds
-    return Measurements(local_seconds, axes, host_pairs)
-
-
-def pair_hosts(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return pairs of ranks on two hosts each, so that every host is in a pair.
-
-    Args:
-        hosts: by rank, the name of its host.
-
-    Returns:
-        The first rank of each host, in pairs. If the number of hosts is odd, the first host is
-        in two pairs. Empty for one host.
-    """
-    first_ranks = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    if len(first_ranks) % 2:
-        first_ranks.append(first_ranks[0])
-    pairs = zip(first_ranks[::2], first_ranks[1::2], strict=True)
-    return [(first, second) for first, second in pairs if first != second]
+    return Measurements(dist.get_rank(), local_seconds, axes)
 
 
 def format_measurements(by_rank: Sequence[Measurements]) -> str:
@@ -371,19 +365,17 @@ def format_measurements(by_rank: Sequence[Measurements]) -> str:
         by_rank: the measurements of each rank, on the same axes.
 
     Returns:
-        A table with a row for each axis, the slowest pairs of hosts, and the slowest rank.
+        A table with a row for each axis, and the slowest rank.
     """
     columns = ("axis", "size", "groups", "latency us", "GB/s", "slowest group", "its GB/s")
     rows = []
     for axis in by_rank[0].axes:
-        # Every rank of a group has measured it. The last one counts.
-        speeds = {}
-        for measurements in by_rank:
-            speed = measurements.axes[axis]
-            speeds[speed.ranks] = speed
-        latency = statistics.median(speed.latency for speed in speeds.values())
-        bandwidth = statistics.median(speed.bandwidth for speed in speeds.values())
-        slowest = min(speeds.values(), key=lambda speed: speed.bandwidth)
+        # Every rank of a group has measured it. The first one's number is shown.
+        every_speed = [(rank, AxisSpeed(*axes[axis])) for rank, _, axes in by_rank]
+        speeds = [speed for rank, speed in every_speed if speed.ranks[0] == rank]
+        latency = statistics.median(speed.latency for speed in speeds)
+        bandwidth = statistics.median(speed.bandwidth for speed in speeds)
+        slowest = min(speeds, key=lambda speed: speed.bandwidth)
         row = (
             axis,
             len(slowest.ranks),
@@ -394,21 +386,13 @@ def format_measurements(by_rank: Sequence[Measurements]) -> str:
             round(slowest.bandwidth / 1e9, 3),
         )
         rows.append(row)
-    sections = [format_table(columns, rows), "every group has the right ranks and gives the right sum"]
-    pairs = []
-    for measurements in by_rank:
-        for hosts, bandwidth in measurements.host_pairs.items():
-            pairs.append((bandwidth, hosts))
-    if pairs:
-        lines = [f"{format_count(len(pairs), 'pair')} of hosts, the slowest first:"]
-        for bandwidth, hosts in sorted(pairs)[:_SHOWN_HOST_PAIRS]:
-            lines.append(f"  {hosts}: {bandwidth / 1e9:.3g} GB/s")
-        sections.append("\n".join(lines))
-    times = [measurements.local_seconds for measurements in by_rank]
-    slowest_rank = times.index(max(times))
-    factor = max(times) / statistics.median(times)
-    sections.append(f"slowest rank: {slowest_rank}, {factor:.2f} times the median for work of its own")
-    return "\n\n".join(sections)
+    slowest_rank = max(by_rank, key=lambda measured: measured.local_seconds)
+    median = statistics.median(measured.local_seconds for measured in by_rank)
+    return (
+        f"{format_table(columns, rows)}\n\nevery group has the right ranks and gives the right sum\n\n"
+        f"slowest rank: {slowest_rank.rank}, {slowest_rank.local_seconds / median:.2f} times the median "
+        "for work of its own"
+    )
 
 
 _SUMMARY = "under torchrun: check every group of a layout with a collective, and measure each axis"

@@ -135,6 +135,20 @@ def was_launched(environment: Mapping[str, str] = os.environ) -> bool:
     return "RANK" in environment or read_int(environment, "WORLD_SIZE") not in {None, 1}
 
 
+def find_launcher(environment: Mapping[str, str]) -> str:
+    """Return the name of the launcher that started this process; empty without one.
+
+    Args:
+        environment: the environment of this process.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return "torchrun"
+    for launcher in _LAUNCHERS:
+        if launcher.has_started(environment):
+            return launcher.name
+    return "RANK and WORLD_SIZE" if was_launched(environment) else ""
+
+
 def check_torchrun_variables(environment: Mapping[str, str]) -> None:
     """Check that torchrun's variables are complete and valid.
 

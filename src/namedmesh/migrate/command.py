@@ -5,24 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from difflib import unified_diff
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from namedmesh.command_line import existing_path
-from namedmesh.errors import MissingExtraError, UsageError, format_count, get_first_line
-
-if TYPE_CHECKING:
-    from namedmesh.migrate.program import Program
-    from namedmesh.migrate.table import Advice
-    from namedmesh.migrate.uses import FileUses
-
-# Fewer files are read sooner in this process than in new ones.
-_FEW_FILES = 40
+from namedmesh.errors import UsageError, format_count, get_first_line
+from namedmesh.migrate.aliases import find_aliases
+from namedmesh.migrate.program import Program
+from namedmesh.migrate.table import APIS, Advice
+from namedmesh.migrate.uses import FileUses, read_file
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -48,68 +40,59 @@ def _run(arguments: Namespace) -> tuple[int, str]:
 
     Returns:
         The exit status, which is 1 if a file could not be read, and the report.
-
-    Raises:
-        MissingExtraError: LibCST is not installed.
     """
-    try:
-        import libcst  # noqa: F401  the extra
-    except ImportError:
-        raise MissingExtraError(
-            "LibCST is not installed; install it with: pip install 'namedmesh[migrate]'"
-        ) from None
-    from namedmesh.migrate.program import Program
-
     if arguments.write and not arguments.force:
         _check_clean(arguments.paths)
-    paths, problems = _list_files(arguments.paths)
     modules = _parse_modules(arguments.module)
-    aliases = _find_aliases(paths) | modules
+    accepted = _parse_lines(arguments.accept)
+    paths, notebooks, problems = _list_files(arguments.paths)
+    aliases = find_aliases(paths) | modules
     files = []
-    for result in _read_files(paths, aliases):
+    for path in paths:
+        result = read_file(path, aliases)
         if isinstance(result, str):
             problems.append(result)
         elif result is not None:
             files.append(result)
-    program = Program(files, _parse_lines(arguments.accept), modules)
+    program = Program(files, accepted, modules)
     rewrites = arguments.diff or arguments.write
     texts = []
     if rewrites:
         texts += [_rewrite_file(program, file, write=arguments.write) for file in files]
     # A rewritten use needs no line in the report: the diff shows it.
     texts.append(format_report(program, len(paths), shows_certain=not rewrites))
-    notebooks = len(_list_files(arguments.paths, ".ipynb")[0])
     if notebooks:
         texts.append(f"\n{format_count(notebooks, 'notebook')}: not read\n")
     texts += [f"{problem}\n" for problem in problems]
     return int(bool(problems)), "".join(texts)
 
 
-def _list_files(given: Sequence[Path], suffix: str = ".py") -> tuple[list[Path], list[str]]:
-    """Return the files in the given folders, each of them once, and messages about others.
+def _list_files(given: Sequence[Path]) -> tuple[list[Path], int, list[str]]:
+    """Return the files in the given folders, the number of notebooks, and problems.
 
     Links out of the folders are not followed: ``--write`` changes no file that was not given.
     """
-    problems = []
+    problems: list[str] = []
     # A file that is given twice, by itself and by its folder, is read once.
     paths: dict[Path, None] = {}
+    notebooks = 0
     roots = [path.resolve() for path in given]
     for path in given:
-        if not path.is_dir():
-            found = [path] if suffix in {path.suffix, ".py"} else []
-        else:
+        found = [path]
+        if path.is_dir():
             found = []
-            for folder, _, names in os.walk(
-                path, onerror=lambda error: problems.append(f"{error}: not read")
-            ):
-                found += [Path(folder, name) for name in names if name.endswith(suffix)]
+            walk = os.walk(path, onerror=lambda error: problems.append(f"{error}: not read"))
+            for folder, _, names in walk:
+                found += [Path(folder, name) for name in names if name.endswith((".py", ".ipynb"))]
         for file in sorted(found):
             problem = _find_file_problem(file, roots)
             if problem:
                 problems.append(f"{file}: not read: {problem}")
+            elif file.suffix == ".ipynb":
+                notebooks += 1
             else:
                 paths[file] = None
-    return list(paths), problems
+    return list(paths), notebooks, problems
 
 
 def _find_file_problem(file: Path, roots: Sequence[Path]) -> str:
@@ -124,33 +107,8 @@ def _find_file_problem(file: Path, roots: Sequence[Path]) -> str:
     return "" if target.is_file() else "not a regular file"
 
 
-def _find_aliases(paths: Sequence[Path]) -> dict[str, str]:
-    """Return the legacy names that modules of the program re-export, by their qualified names."""
-    from namedmesh.migrate.table import API_OF_MODULE
-    from namedmesh.migrate.uses import read_aliases, resolve
-
-    aliases: dict[str, str] = {}
-    ambiguous: set[str] = set()
-    for path in paths:
-        for name, target in read_aliases(path).items():
-            if aliases.setdefault(name, target) != target:
-                ambiguous.add(name)
-    for name in ambiguous:
-        del aliases[name]
-    legacy = {}
-    starts = tuple(f"{module}." for module in API_OF_MODULE)
-    for name in aliases:
-        target = resolve(name, aliases)
-        # A name without its module would stand for every name like it.
-        if "." in name and f"{target}.".startswith(starts):
-            legacy[name] = target
-    return legacy
-
-
 def _parse_modules(given: Sequence[str]) -> dict[str, str]:
     """Return upstream's module for the name of each module that was given with --module."""
-    from namedmesh.migrate.table import APIS
-
     modules = {api.name.lower(): api.modules[0] for api in APIS}
     aliases = {}
     for text in given:
@@ -201,20 +159,6 @@ def _check_clean(paths: Sequence[Path]) -> None:
             # stdout.
             reason = done.stderr or f"uncommitted changes:\n{done.stdout}"
             raise UsageError(f"git says of {path}: {reason}Commit, or give --force to write anyway")
-
-
-def _read_files(paths: Sequence[Path], aliases: Mapping[str, str]) -> Iterator[FileUses | str | None]:
-    """Yield the result of :func:`read_file` for each file; many files are read in parallel."""
-    from namedmesh.migrate.uses import read_file
-
-    read = partial(read_file, aliases=aliases)
-    workers = os.cpu_count() or 1
-    if len(paths) < _FEW_FILES or workers == 1:
-        yield from map(read, paths)
-        return
-    # New interpreters: a fork of a process with threads may hang.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(read, paths, chunksize=8)
 
 
 def format_report(program: Program, file_count: int, *, shows_certain: bool) -> str:

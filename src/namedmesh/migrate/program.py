@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias
 
 from namedmesh.migrate.table import APIS, Advice, LegacyApi
 from namedmesh.migrate.uses import FileUses, Use
@@ -57,9 +56,9 @@ class Program:
         self.has_virtual = any(file.has_virtual for file in files)
         self.obstacles: dict[str, str] = {}
         self._uses = list(chain.from_iterable(file.uses for file in files))
-        names = {use.api for use in self._uses}
         for api in APIS:
-            obstacle = self._find_obstacle(api) if api.name in names else ""
+            is_used = any(use.api == api.name for use in self._uses)
+            obstacle = self._find_obstacle(api) if is_used else ""
             if obstacle:
                 self.obstacles[api.name] = obstacle
 
@@ -68,7 +67,7 @@ class Program:
         for file in self.files:
             for line, text in file.obstacles.get(api.name, {}).items():
                 if (file.path.resolve(), line) not in self.accepted:
-                    return f"{text}; --accept {file.path}:{line} takes it upon yourself"
+                    return f"{file.path}:{line} {text}; --accept {file.path}:{line} takes it upon yourself"
         # The groups of a legacy API are made by its own call, or by a compatibility layer.
         with_groups: set[str] = set()
         for file in self.files:
@@ -101,7 +100,8 @@ class Program:
             if api in file.installed:
                 return True
             for function in file.always_initialized.get(api, ()):
-                if not any(function in other.calls_in_conditions for other in self.files):
+                # A function that is only called under a condition is no initialization of every run.
+                if not any(other.conditional_calls.get(function) for other in self.files):
                     return True
         return False
 
@@ -129,7 +129,8 @@ class Program:
             file: a file of this program, as :func:`read_file` returns it.
         """
         newline = b"\r\n" if b"\r\n" in file.source else b"\n"
-        edits: list[Edit] = []
+        # The offsets in bytes between which the file is replaced, and the new text.
+        edits: list[tuple[int, int, bytes]] = []
         imports: list[str] = []
         # The mesh of the call that made the groups is the current one, in whichever file that is.
         for use in file.uses:
@@ -145,24 +146,13 @@ class Program:
                 indent = file.source[line_start:start]
                 edits.append((start, start, self.format_install(api).encode() + newline + indent))
         if imports:
-            edits.append(_make_import_edit(file, imports, newline))
+            text = b"".join(b"import " + name.encode() + newline for name in imports)
+            if file.imports_end and not file.source[: file.imports_end].endswith(b"\n"):
+                text = newline + text  # the file ends with its imports, without a line end
+            edits.append((file.imports_end, file.imports_end, text))
         written = file.source
         # From the end, so that earlier offsets stay valid. At one offset the last edit comes first
         # in the file: an import before a statement.
         for start, end, text in sorted(edits, key=lambda edit: edit[0], reverse=True):
             written = written[:start] + text + written[end:]
         return written
-
-
-Edit: TypeAlias = tuple[int, int, bytes]
-"""The offsets in bytes between which a file is replaced, and the new text."""
-
-
-def _make_import_edit(file: FileUses, names: Sequence[str], newline: bytes) -> Edit:
-    """Return the edit that adds imports after the first imports of a file."""
-    lines = b""
-    if file.imports_end and not file.source[: file.imports_end].endswith(b"\n"):
-        lines = newline  # the file ends with its imports, without a line end
-    for name in names:
-        lines += f"import {name}".encode() + newline
-    return file.imports_end, file.imports_end, lines

@@ -6,6 +6,7 @@ mesh, and ``{axes}`` are the axes that the flags of a call choose.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -47,18 +48,12 @@ class Row(NamedTuple):
         new: the expression that replaces it.
         axes: the axes of the group, by the flags of the call that choose them.
         parameters: the parameters that may be given by position, in their order.
-        depends_on_virtual: whether the legacy function takes virtual pipeline stages into account
-            unless ``ignore_virtual=True`` is given. It does so by default up to megatron-core 0.12
-            and in many vendored copies; from 0.13 on the default is True.
-        answers_before: whether the legacy function returns a number before the groups are made.
         doubt: why no use is replaced automatically; empty if some are.
     """
 
     new: str
     axes: dict[tuple[str, ...], tuple[str, ...]]
     parameters: tuple[str, ...] = ()
-    depends_on_virtual: bool = False
-    answers_before: bool = False
     doubt: str = ""
 
     def advise(self, arguments: Arguments = ()) -> Advice:
@@ -84,9 +79,11 @@ class Row(NamedTuple):
             once.append(f"mesh.flatten({quoted})")
         if once and not doubt:
             doubt = "every rank has to run a statement once before"
+        # Up to megatron-core 0.12 and in many vendored copies, virtual pipeline stages count unless
+        # ignore_virtual=True is given; from 0.13 on it is the default.
         says_ignore = ("ignore_virtual", "True") in arguments or arguments[:1] == [("", "True")]
-        needs_no_virtual = self.depends_on_virtual and not says_ignore
-        return Advice(self.new.format(axes=quoted), tuple(once), doubt, needs_no_virtual, self.answers_before)
+        needs_no_virtual = self.parameters == _STAGE and not says_ignore
+        return Advice(self.new.format(axes=quoted), tuple(once), doubt, needs_no_virtual)
 
 
 def list_unusual_arguments(arguments: Arguments, parameters: Sequence[str]) -> dict[str, str]:
@@ -147,8 +144,8 @@ MEGATRON = _make_rows(LEGACY_APIS["megatron"].groups) | {
     "get_pipeline_model_parallel_last_rank": Row('mesh.ranks("pp")[-1]', {(): ()}),
     "get_pipeline_model_parallel_next_rank": Row('mesh.next("pp")', {(): ()}),
     "get_pipeline_model_parallel_prev_rank": Row('mesh.prev("pp")', {(): ()}),
-    "is_pipeline_first_stage": Row('mesh.is_first("pp")', {(): ()}, _STAGE, depends_on_virtual=True),
-    "is_pipeline_last_stage": Row('mesh.is_last("pp")', {(): ()}, _STAGE, depends_on_virtual=True),
+    "is_pipeline_first_stage": Row('mesh.is_first("pp")', {(): ()}, _STAGE),
+    "is_pipeline_last_stage": Row('mesh.is_last("pp")', {(): ()}, _STAGE),
     # Megatron-DeepSpeed has DeepSpeed's sequence parallelism.
     "get_sequence_parallel_group": Row("mesh.group({axes})", {(): ("sp",)}, doubt=_NO_SP),
     "get_sequence_parallel_world_size": Row("mesh.size({axes})", {(): ("sp",)}, doubt=_NO_SP),
@@ -161,80 +158,86 @@ FAIRSCALE = _make_rows(LEGACY_APIS["fairscale"].groups, "_parallel")
 EZPZ = _make_rows(LEGACY_APIS["ezpz"].groups, "_parallel")
 """The names of ``ezpz.tp``."""
 
-# Without torch's default group Megatron returns 0 for these kinds, so that tools run in one process.
-_ZERO_BEFORE: tuple[str, ...] = (
-    "data_parallel",
-    "context_parallel",
-    "expert_model_parallel",
-    "expert_data_parallel",
-)
-_ZERO_BEFORE += ("tensor_and_context_parallel", "expert_tensor_and_model_parallel")
-for _kind in _ZERO_BEFORE:
-    for _use in ("rank", "world_size"):
-        _name = f"get_{_kind}_{_use}"
-        MEGATRON[_name] = MEGATRON[_name]._replace(answers_before=True)
-# A program without tensor parallelism does not initialize ezpz, which describes one rank then.
-for _use in ("rank", "world_size", "src_rank"):
-    _name = f"get_tensor_parallel_{_use}"
-    EZPZ[_name] = EZPZ[_name]._replace(answers_before=True)
+_TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+VIRTUAL = "virtual_pipeline_model_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+# The parameters that change no rank of any group, and that Megatron's `bind` takes as they are.
+_BOUND = (VIRTUAL, "create_gloo_process_groups", "get_embedding_ranks", "get_position_embedding_ranks")
 
 
 class LegacyApi(NamedTuple):
-    """One legacy API: the modules that have its names, and its compatibility layer."""
+    """One legacy API: the modules that have its names, and its compatibility layer.
+
+    Attributes:
+        name: its name.
+        modules: the modules that have its names, upstream's own first.
+        rows: the replacements of its names.
+        source: the end of the path of upstream's own file, by which a vendored copy is found.
+        sizes: the parameters of its initialization that are sizes, by the axes of the mesh in their
+            order; empty text for an axis that is inferred.
+        parameters: the parameters of its initialization that may be given by position.
+        answers_before: a pattern of the functions that return a number before the groups are made.
+        initializer: the function that makes the groups.
+    """
 
     name: str
     modules: tuple[str, ...]
     rows: Mapping[str, Row]
-    layer: str
-    """The module of namedmesh with ``install()`` and ``bind()``."""
     source: str
-    """The end of the path of upstream's own file, by which a vendored copy is found."""
+    sizes: Mapping[str, str]
+    parameters: tuple[str, ...]
+    answers_before: str = ""
     initializer: str = "initialize_model_parallel"
-    """The function that makes the groups."""
+
+    @property
+    def layer(self) -> str:
+        """The module of namedmesh with ``install()`` and ``bind()``."""
+        return f"namedmesh.compat.{self.name.lower()}"
 
 
-_UPSTREAM = "fairscale.nn.model_parallel"
 APIS = (
     LegacyApi(
         "Megatron",
         ("megatron.core.parallel_state", "megatron.core.mpu", "namedmesh.compat.megatron.parallel_state"),
         MEGATRON,
-        "namedmesh.compat.megatron",
         "megatron/core/parallel_state.py",
+        {"pp": _PP, "dp": "", "cp": "context_parallel_size", "tp": _TP},
+        (_TP, _PP, VIRTUAL),
+        # Without torch's default group Megatron returns 0 for these, so that tools run in one process.
+        "get_(data|context|expert_model|expert_data|tensor_and_context|expert_tensor_and_model)_parallel_"
+        "(rank|world_size)",
     ),
     LegacyApi(
         "fairscale",
-        (f"{_UPSTREAM}.initialize", _UPSTREAM, "namedmesh.compat.fairscale"),
+        (
+            "fairscale.nn.model_parallel.initialize",
+            "fairscale.nn.model_parallel",
+            "namedmesh.compat.fairscale",
+        ),
         FAIRSCALE,
-        "namedmesh.compat.fairscale",
         "fairscale/nn/model_parallel/initialize.py",
+        {"dp": "", "pp": "pipeline_length", "tp": "model_parallel_size_"},
+        ("model_parallel_size_", "pipeline_length"),
     ),
     LegacyApi(
         "ezpz",
         ("ezpz.tp", "namedmesh.compat.ezpz.tp", "namedmesh.compat.ezpz"),
         EZPZ,
-        "namedmesh.compat.ezpz",
         "ezpz/tp/__init__.py",
+        {
+            "dp": "",
+            "pp": "pipeline_parallel_size",
+            "cp": "context_parallel_size",
+            "tp": "tensor_parallel_size",
+        },
+        ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"),
+        # A program without tensor parallelism does not initialize ezpz, which describes one rank then.
+        "get_tensor_parallel_(rank|world_size|src_rank)",
         "initialize_tensor_parallel",
     ),
 )
 API_OF_MODULE = {module: api for api in APIS for module in api.modules}
 """The legacy API of each module that has its names."""
-
-_TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-VIRTUAL = "virtual_pipeline_model_parallel_size"
-_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
-# The parameters of initialize_model_parallel that are sizes, in the order of the mesh's axes.
-_SIZES = {"pp": _PP, "dp": "", "cp": "context_parallel_size", "tp": _TP}
-_FAIRSCALE_SIZES = {"dp": "", "pp": "pipeline_length", "tp": "model_parallel_size_"}
-_EZPZ_SIZES = {
-    "dp": "",
-    "pp": "pipeline_parallel_size",
-    "cp": "context_parallel_size",
-    "tp": "tensor_parallel_size",
-}
-# The parameters that change no rank of any group, and that Megatron's `bind` takes as they are.
-_BOUND = (VIRTUAL, "create_gloo_process_groups", "get_embedding_ranks", "get_position_embedding_ranks")
 
 
 def initialize(module: str, arguments: Arguments) -> Advice:
@@ -251,13 +254,11 @@ def initialize(module: str, arguments: Arguments) -> Advice:
         'namedmesh.compat.megatron.bind(namedmesh.init_mesh(pp=4, dp=-1, cp=1, tp=2))'
     """
     api = API_OF_MODULE[module]
-    sizes = {"fairscale": _FAIRSCALE_SIZES, "ezpz": _EZPZ_SIZES}.get(api.name, _SIZES)
-    third = sizes["cp"] if api.name == "ezpz" else VIRTUAL
-    given = list_unusual_arguments(arguments, (sizes["tp"], sizes["pp"], third))
+    given = list_unusual_arguments(arguments, api.parameters)
     once = []
     doubts = []
     written = {}
-    for axis, name in sizes.items():
+    for axis, name in api.sizes.items():
         written[axis] = given.pop(name, "1") if name else "-1"
     # Experts are a second layout over the same ranks: a view of the mesh, not axes of it.
     if _EP in given or _ETP in given:
@@ -285,14 +286,14 @@ def advise(module: str, name: str, arguments: Arguments) -> Advice | None:  # no
     if api is None:  # perhaps re-exported by a module of the program itself, which is not followed
         if "parallel" not in name.lower():
             return None
-        rows = [table[name] for table in (MEGATRON, FAIRSCALE, EZPZ) if name in table]
-        if not rows:
+        advices = [api.rows[name].advise(arguments) for api in APIS if name in api.rows]
+        if not advices:
             return None
-        advices = list(dict.fromkeys(row.advise(arguments).new for row in rows))
-        if len(advices) == 1:
-            return rows[0].advise(arguments)
+        meanings = list(dict.fromkeys(advice.new for advice in advices))
+        if len(meanings) == 1:
+            return advices[0]
         # gpt-neox, SwissArmyTransformer and metaseq have fairscale's meaning.
-        megatron, fairscale = advices
+        megatron, fairscale = meanings
         doubt = (
             f"{module} is not followed, and the name has two meanings: {fairscale} in fairscale "
             f"and in most modules of programs, {megatron} in megatron.core; look it up, and give "
@@ -301,7 +302,8 @@ def advise(module: str, name: str, arguments: Arguments) -> Advice | None:  # no
         return Advice(f"{fairscale} or {megatron}", doubt=doubt)
     # A legacy name without a row is reported, too: it has to be replaced by hand, or stays.
     if name in api.rows:
-        return api.rows[name].advise(arguments)
+        needs_groups = re.fullmatch(api.answers_before, name) is not None
+        return api.rows[name].advise(arguments)._replace(needs_groups=needs_groups)
     if f"{module}.{name}" in API_OF_MODULE:
         return None
     return Advice("", doubt="it has no replacement")

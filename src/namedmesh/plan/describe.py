@@ -11,7 +11,7 @@ from namedmesh.axes import DATA_AXES, EXPERT_SHARDING_AXES, LAYER_AXES, SHARDING
 from namedmesh.command_line import MOST_RANKS, int_between
 from namedmesh.errors import UsageError, format_count, format_items
 from namedmesh.layout import Layout
-from namedmesh.legacy import JobLayout, list_groups
+from namedmesh.legacy import EXPERT, JobLayout, list_groups
 from namedmesh.plan.spec import (
     add_layout_arguments,
     format_table,
@@ -97,26 +97,6 @@ class LayoutPlan:
         lines = [f"{self.arrangement.api.name}: {self.layout}, the last axis fastest"]
         if self.arrangement.expert is not None:
             lines.append(f"experts: {self.arrangement.expert}")
-        lines += ["", self._format_kinds(), ""]
-        for kind in (*self.kinds, _find_model_replicas(self.layout)):
-            # A kind that shares the groups of another kind has the same ranks; listing them once is
-            # enough.
-            if kind.communicator == "its own":
-                lines.append(_format_kind(kind))
-        asks = (
-            f"A rank asks for {format_count(self.groups_per_rank, 'group')} in addition to the default group"
-        )
-        holds = f"holds {format_count(self.communicators_per_rank, 'communicator')} if groups over the same ranks are shared"
-        lines += ["", f"{asks}, and {holds}; the world has {format_count(self.groups_in_world, 'group')}."]
-        if self.gpus_per_node:
-            crossing = [f"{count} of {axis}" for axis, count in self.across_nodes.items() if count]
-            text = ", ".join(crossing) or "none"
-            lines.append(f"Groups with ranks on several nodes of {self.gpus_per_node}: {text}.")
-        for warning in self.warnings:
-            lines.append(f"warning: {warning}")
-        return "\n".join(lines)
-
-    def _format_kinds(self) -> str:
         # "ends" are Megatron's embedding groups: the first and the last pipeline stage share the
         # word embedding.
         prefixes = {"all": "", "ends": "ends of ", "first": "first of "}
@@ -124,7 +104,26 @@ class LayoutPlan:
         for kind in self.kinds:
             axes = prefixes[kind.members] + " x ".join(kind.axes)
             rows.append((kind.name, axes, kind.size, kind.count, kind.communicator))
-        return format_table(("kind", "axes", "size", "groups", "communicator"), rows)
+        lines += ["", format_table(("kind", "axes", "size", "groups", "communicator"), rows), ""]
+        for kind in (*self.kinds, _find_model_replicas(self.layout)):
+            # A kind that shares the groups of another kind has the same ranks; listing them once is
+            # enough.
+            if kind.communicator == "its own":
+                groups = kind.groups(max(2, _SHOWN_RANKS_OF_KIND // kind.size))
+                more = f" and {kind.count - len(groups)} more" if len(groups) < kind.count else ""
+                lines.append(f"{kind.name}: {format_groups(groups)}{more}")
+        asks = format_count(self.groups_per_rank, "group")
+        holds = format_count(self.communicators_per_rank, "communicator")
+        lines.append(
+            f"\nA rank asks for {asks} in addition to the default group, and holds {holds} if groups over the "
+            f"same ranks are shared; the world has {format_count(self.groups_in_world, 'group')}."
+        )
+        if self.gpus_per_node:
+            crossing = [f"{count} of {axis}" for axis, count in self.across_nodes.items() if count]
+            text = ", ".join(crossing) or "none"
+            lines.append(f"Groups with ranks on several nodes of {self.gpus_per_node}: {text}.")
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
 
 
 def _find_model_replicas(layout: Layout) -> Kind:
@@ -134,14 +133,6 @@ def _find_model_replicas(layout: Layout) -> Kind:
     axes = tuple(axis for axis in layout if axis in SHARDING_AXES)
     size = layout.size(*axes) if axes else 1
     return Kind("model replicas", axes, layout, "all", size, layout.world_size // size, "its own")
-
-
-def _format_kind(kind: Kind) -> str:
-    groups = kind.groups(max(2, _SHOWN_RANKS_OF_KIND // kind.size))
-    text = f"{kind.name}: {format_groups(groups)}"
-    if len(groups) < kind.count:
-        text += f" and {kind.count - len(groups)} more"
-    return text
 
 
 def make_plan(
@@ -176,42 +167,56 @@ def make_plan(
     crossings: dict[str, int] = {}
     warnings = list(layouts.notes)
     if gpus_per_node:
-        crossings = _count_node_crossings(layouts, gpus_per_node)
-        warnings += _find_node_warnings(layouts, gpus_per_node, crossings)
-    kinds, requested, communicators, total = _list_kinds(layouts)
+        crossings, node_warnings = _check_nodes(layouts, gpus_per_node)
+        warnings += node_warnings
+    kinds: list[Kind] = []
+    # Rank 0 is in a group of every kind. Two kinds with the same group there have the same groups
+    # everywhere.
+    owners: dict[Group, str] = {}
+    # NCCL and gloo cannot share a communicator: a group with gloo in addition counts twice.
+    communicators: set[tuple[Group, bool]] = set()
+    requested = 0
+    total = 0
+    for row in list_groups(layouts):
+        layout = layouts.get_layout(row.view)
+        [group] = list_first_groups(layout, row.axes, row.members, limit=1)
+        count = layout.count(*row.axes)
+        backends = {False, bool(row.gloo)}
+        owner = owners.setdefault(group, row.name)
+        # A group of one rank needs no communication, and torch's default group serves a group of
+        # all ranks.
+        communicator = "its own" if owner == row.name else f"that of {owner}"
+        if len(group) == 1:
+            communicator = "none, one rank"
+        else:
+            communicators.update((group, is_gloo) for is_gloo in backends)
+            if len(group) == layout.world_size:
+                communicator = "the world's"
+        requested += len(backends)
+        total += len(backends) * count
+        kinds.append(Kind(row.name, row.axes, layout, row.members, len(group), count, communicator))
+    communicators.discard((tuple(layouts.dense.ranks), False))  # the default group exists already
     return LayoutPlan(
-        layouts, kinds, requested, communicators, total, gpus_per_node, crossings, tuple(warnings)
+        layouts, tuple(kinds), requested, len(communicators), total, gpus_per_node, crossings, tuple(warnings)
     )
 
 
 def _map_axes_to_layouts(layouts: JobLayout) -> dict[str, Layout]:
     """Return the layout of each axis; an axis of both layouts is an axis of the dense one."""
     by_axis = dict.fromkeys(layouts.dense, layouts.dense)
-    if layouts.expert is not None:
-        for axis in layouts.expert:
-            by_axis.setdefault(axis, layouts.expert)
+    for axis in layouts.expert or ():
+        by_axis.setdefault(axis, layouts.get_layout(EXPERT))
     return by_axis
 
 
-def _count_node_crossings(layouts: JobLayout, gpus_per_node: int) -> dict[str, int]:
-    """Return by axis the number of groups that have ranks on several nodes."""
+def _check_nodes(layouts: JobLayout, gpus_per_node: int) -> tuple[dict[str, int], list[str]]:
+    """Find the groups that leave a node.
+
+    Returns:
+        By axis, the number of groups that have ranks on several nodes; and warnings about nodes
+        that are not full, and about axes that should not leave a node.
+    """
     crossings = {}
-    for axis, layout in _map_axes_to_layouts(layouts).items():
-        # Every group is a translation of rank 0's group, so the first and the last rank of each are
-        # enough.
-        extent = layout.group(0, axis)[-1]
-        count = 0
-        for first_rank in layout.where(**{axis: 0}):
-            first_node = first_rank // gpus_per_node
-            last_node = (first_rank + extent) // gpus_per_node
-            if first_node != last_node:
-                count += 1
-        crossings[axis] = count  # 0 is kept: callers look up every axis
-    return crossings
-
-
-def _find_node_warnings(layouts: JobLayout, gpus_per_node: int, crossings: dict[str, int]) -> list[str]:
-    """Return warnings about nodes that are not full, and about axes that leave a node."""
     warnings = []
     # A world smaller than a node is no mistake, such as four ranks on a node of eight GPUs.
     world_size = layouts.dense.world_size
@@ -219,13 +224,20 @@ def _find_node_warnings(layouts: JobLayout, gpus_per_node: int, crossings: dict[
     if world_size > gpus_per_node and remainder:
         warnings.append(f"{world_size} ranks do not fill nodes of {gpus_per_node}: the last has {remainder}")
     for axis, layout in _map_axes_to_layouts(layouts).items():
-        if crossings[axis] and axis in LAYER_AXES:
+        # Every group is a translation of rank 0's group, so the first and the last rank of each are
+        # enough.
+        extent = layout.group(0, axis)[-1]
+        count = 0
+        for first_rank in layout.where(**{axis: 0}):
+            count += first_rank // gpus_per_node != (first_rank + extent) // gpus_per_node
+        crossings[axis] = count  # 0 is kept: callers look up every axis
+        if count and axis in LAYER_AXES:
             warnings.append(
                 f"{axis}={layout[axis]} leaves a node of {format_count(gpus_per_node, 'GPU')}, "
                 "with what it sends in every layer; put it first in --order, or choose a size "
                 f"that divides {gpus_per_node}"
             )
-    return warnings
+    return crossings, warnings
 
 
 def list_first_groups(
@@ -248,46 +260,6 @@ def list_first_groups(
             group = (group[0], group[-1])
         groups.append(group)
     return groups
-
-
-def _list_kinds(layouts: JobLayout) -> tuple[tuple[Kind, ...], int, int, int]:
-    """List the kinds of groups, and count the groups.
-
-    Returns:
-        The kinds; the number of groups that a rank requests; the number of communicators that a
-        rank holds; and the number of groups of all ranks.
-    """
-    kinds: list[Kind] = []
-    # Rank 0 is in a group of every kind. Two kinds with the same group there have the same groups
-    # everywhere.
-    owners: dict[Group, str] = {}
-    # NCCL and gloo cannot share a communicator: a group with gloo in addition counts twice.
-    communicators: set[tuple[Group, bool]] = set()
-    requested = 0
-    total = 0
-    for row in list_groups(layouts):
-        layout = layouts.get_layout(row.view)
-        [group] = list_first_groups(layout, row.axes, row.members, limit=1)
-        count = layout.count(*row.axes)
-        backends = {False, bool(row.gloo)}
-        owner = owners.setdefault(group, row.name)
-        if len(group) == 1:
-            communicator = "none, one rank"
-        elif len(group) == layout.world_size:
-            communicator = "the world's"
-        elif owner == row.name:
-            communicator = "its own"
-        else:
-            communicator = f"that of {owner}"
-        # A group of one rank needs no communication, and torch's default group serves a group of
-        # all ranks.
-        if len(group) > 1:
-            communicators.update((group, is_gloo) for is_gloo in backends)
-        requested += len(backends)
-        total += len(backends) * count
-        kinds.append(Kind(row.name, row.axes, layout, row.members, len(group), count, communicator))
-    communicators.discard((tuple(layouts.dense.ranks), False))  # the default group exists already
-    return tuple(kinds), requested, len(communicators), total
 
 
 def format_groups(groups: Iterable[Group]) -> str:
@@ -319,7 +291,11 @@ def rank_text(plan: LayoutPlan, rank: int) -> str:
     # (namedmesh.axes).
     coords = layout.coords(rank)
     if "pp" in layout and layout["pp"] > 1:
-        lines.append(f"  pipeline: {_describe_stage(layout.group(rank, 'pp'), coords['pp'])}")
+        stage = coords["pp"]
+        stages = layout.group(rank, "pp")
+        before = f"receives from rank {stages[stage - 1]}" if stage > 0 else "the first stage"
+        after = f"sends to rank {stages[stage + 1]}" if stage + 1 < len(stages) else "the last stage"
+        lines.append(f"  pipeline: {before}, {after}")
     data_coords = {axis: position for axis, position in coords.items() if axis in DATA_AXES}
     if data_coords:
         part = f"part {layout.group_rank(rank, *data_coords)} of 0 to {layout.size(*data_coords) - 1}"
@@ -330,13 +306,6 @@ def rank_text(plan: LayoutPlan, rank: int) -> str:
     if expert_layout is not None:
         lines.append(f"  experts: {_describe_shard(expert_layout, rank, EXPERT_SHARDING_AXES)}")
     return "\n".join(lines)
-
-
-def _describe_stage(group: Group, stage: int) -> str:
-    """Describe the neighbors of a pipeline stage."""
-    before = f"receives from rank {group[stage - 1]}" if stage > 0 else "the first stage"
-    after = f"sends to rank {group[stage + 1]}" if stage + 1 < len(group) else "the last stage"
-    return f"{before}, {after}"
 
 
 def _describe_shard(layout: Layout, rank: int, sharding_axes: Sequence[str]) -> str:
@@ -352,17 +321,14 @@ def _describe_shard(layout: Layout, rank: int, sharding_axes: Sequence[str]) -> 
 
 def _configure(parser: ArgumentParser) -> None:
     add_layout_arguments(parser)
-    parser.add_argument("--world-size", type=int_between(1), metavar="N", help="how many ranks there are")
-    parser.add_argument(
-        "--gpus-per-node", type=int_between(1), metavar="N", help="ranks that fast links join"
-    )
-    parser.add_argument(
-        "--rank", type=int_between(0, MOST_RANKS - 1), metavar="N", help="explain one rank instead"
-    )
+    count = int_between(1)
+    parser.add_argument("--world-size", type=count, metavar="N", help="how many ranks there are")
+    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="ranks that fast links join")
+    rank = int_between(0, MOST_RANKS - 1)
+    parser.add_argument("--rank", type=rank, metavar="N", help="explain one rank instead")
     parser.add_argument("--svg", metavar="FILE", help="draw the ranks into this file")
-    parser.add_argument(
-        "--color-by", metavar="AXIS", help="with --svg: gives the colors (default: the slowest above 1)"
-    )
+    text = "with --svg: gives the colors (default: the slowest above 1)"
+    parser.add_argument("--color-by", metavar="AXIS", help=text)
 
 
 def _run(arguments: Namespace) -> tuple[int, str]:

@@ -102,24 +102,21 @@ def _find_difference(
     names = {*axes}
     if "dp" in names:
         names.update(DATA_AXES)
-    # In each layout's own order: the same ranks may be written as pp x tp in one and as tp x pp in
-    # the other.
-    axes_a = [axis for axis in layout_a if axis in names]
-    axes_b = [axis for axis in layout_b if axis in names]
-    if _make_groups_key(layout_a, axes_a) == _make_groups_key(layout_b, axes_b):
+    keys = []
+    axes_by_side = []
+    for layout in (layout_a, layout_b):
+        # In each layout's own order: the same ranks may be written as pp x tp in one and as tp x pp
+        # in the other.
+        own_axes = [axis for axis in layout if axis in names]
+        axes_by_side.append(own_axes)
+        # Enumerating the groups of a million ranks would take seconds; the runs of the ranks are
+        # compared instead.
+        keys.append(make_partition_key(layout, *own_axes)[2] if own_axes else ())
+    if keys[0] == keys[1]:
         return None
-    groups_a = list_first_groups(layout_a, axes_a, limit=_SHOWN_GROUPS)
-    groups_b = list_first_groups(layout_b, axes_b, limit=_SHOWN_GROUPS)
+    groups_a = list_first_groups(layout_a, axes_by_side[0], limit=_SHOWN_GROUPS)
+    groups_b = list_first_groups(layout_b, axes_by_side[1], limit=_SHOWN_GROUPS)
     return groups_a, groups_b
-
-
-def _make_groups_key(layout: Layout, axes: list[str]) -> object:
-    """Return a key that is equal for two layouts exactly if their groups are equal."""
-    # Enumerating the groups of a million ranks would take seconds; the runs of the ranks are
-    # compared instead.
-    if not axes:
-        return ()
-    return make_partition_key(layout, *axes)[2]
 
 
 def _configure(parser: ArgumentParser) -> None:

@@ -138,21 +138,19 @@ CARDS = {name: Hardware(**card) for name, card in read_json(Path(__file__).with_
 def _find_wrong_numbers(hardware: Hardware) -> list[str]:
     """Return a message for each attribute that is not a positive number, or has none for bf16."""
     problems = []
-    for attribute, value in vars(hardware).items():
-        if attribute in {"name", "sources"}:
-            continue
+    for attribute in vars(hardware).keys() - {"name", "sources"}:
+        value = getattr(hardware, attribute)
         numbers = [value]
         if attribute in {"peak", "matmul"}:
             numbers = list(value.values()) if isinstance(value, dict) and "bf16" in value else [None]
-        counts = attribute in {"gpus_per_node", "domain"}
-        for number in numbers:
-            is_right = type(number) is int or (type(number) is float and not counts)
-            if not is_right or not 0 < number < _LARGEST_NUMBER or (counts and number > MOST_RANKS):
-                problems.append(f"{attribute} is {value!r}; see the fields of a card in cards.json")
-                break
+        is_count = attribute in {"gpus_per_node", "domain"}
+        types = {int} if is_count else {int, float}
+        most = MOST_RANKS if is_count else _LARGEST_NUMBER
+        if not all(type(number) in types and 0 < number <= most for number in numbers):
+            problems.append(f"{attribute} is {value!r}; see the fields of a card in cards.json")
     if not problems and set(hardware.peak) != set(hardware.matmul):
         problems.append("peak and matmul must have the same precisions")
-    return problems
+    return sorted(problems)
 
 
 def load_hardware(name: str) -> Hardware:

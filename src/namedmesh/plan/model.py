@@ -160,8 +160,13 @@ def read_config(path: str) -> tuple[Model, list[str]]:
     # A model of text and images has the sizes of its language model in a configuration of its own.
     config = {**config, **(config.get("text_config") or {})}
     sizes = _read_sizes(config, path)
-    unread = [key for key in _UNSUPPORTED_KEYS if not _is_uniform(config.get(key))]
-    notes = [f"{key} is not read: only text is counted, in layers that are alike" for key in unread]
+    notes = []
+    for key in _UNSUPPORTED_KEYS:
+        value = config.get(key)
+        # With a list of equal entries, too, all layers are equal.
+        is_uniform = len(set(value)) == 1 if isinstance(value, list) else value in (None, 1)
+        if not is_uniform:
+            notes.append(f"{key} is not read: only text is counted, in layers that are alike")
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         # Falcon 7B and StarCoder have one kv head. Falcon's newer models keep the flag, and have
         # num_kv_heads.
@@ -175,13 +180,6 @@ def read_config(path: str) -> tuple[Model, list[str]]:
     return Model(**sizes, tied=tied), notes
 
 
-def _is_uniform(value: Any) -> bool:
-    """Return whether a setting is missing, is 1, or is a list of equal entries."""
-    if isinstance(value, list):
-        return len(set(value)) == 1
-    return value is None or value == 1
-
-
 def _read_sizes(config: dict[str, Any], path: str) -> dict[str, int]:
     """Return the sizes in a ``config.json`` by field of :class:`Model`, or raise a UsageError."""
     sizes: dict[str, int] = {}
@@ -193,11 +191,9 @@ def _read_sizes(config: dict[str, Any], path: str) -> dict[str, int]:
             if entry.name in _REQUIRED_SIZES:
                 problems.append(f"{path}: there is no {' or '.join(keys)}; add it")
             continue
-        value = config[found[0]]
-        if type(value) is int:  # a bool is an int, too, but no size
-            sizes[entry.name] = value
-        else:
-            problems.append(f"{path}: {found[0]} is {value!r}; it is an int")
+        sizes[entry.name] = config[found[0]]
+        if type(sizes[entry.name]) is not int:  # a bool is an int, too, but no size
+            problems.append(f"{path}: {found[0]} is {sizes[entry.name]!r}; it is an int")
     if problems:
         raise UsageError(*problems)
     return sizes

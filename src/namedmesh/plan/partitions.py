@@ -183,7 +183,7 @@ def _find_best(
 
 def _estimate_candidates(axes: Axes, jobs: Sequence[Job], limit: float) -> list[Partition]:
     """Estimate one layout with each policy, except those that cannot be the fastest."""
-    reasons = tuple(find_incompatibilities(jobs[0], axes))
+    reasons = (*_find_size_problems(jobs[0], axes), *_find_batch_problems(jobs[0], axes))
     if reasons or jobs[0].missing:
         return [Partition(axes, jobs[0], reasons)]
     candidates = []
@@ -255,12 +255,6 @@ def _iter_expert_axes(dense: Axes, ranks_per_stage: int) -> Iterator[Axes]:
                 yield dense._replace(ep=ep, etp=etp)
 
 
-def find_incompatibilities(job: Job, axes: Axes) -> Iterator[str]:
-    """Yield a message for each reason, except memory, why a job cannot be trained."""
-    yield from _find_size_problems(job, axes)
-    yield from _find_batch_problems(job, axes)
-
-
 def _find_size_problems(job: Job, axes: Axes) -> Iterator[str]:
     """Yield a message for each size of the model that does not fit an axis."""
     model = job.model
@@ -281,9 +275,8 @@ def _find_size_problems(job: Job, axes: Axes) -> Iterator[str]:
     # balanced.
     if axes.cp > 1 and job.seq % (2 * axes.cp):
         yield f"{job.seq} tokens of a sequence do not divide by 2 x cp={axes.cp}"
-    kv_heads = (
-        0 if model.kv_rank else model.kv_heads
-    )  # latent attention has no key and value heads of its own
+    # Latent attention has no key and value heads of its own.
+    kv_heads = 0 if model.kv_rank else model.kv_heads
     if kv_heads % axes.tp and not shared_heads(model.heads or kv_heads, kv_heads, axes.tp):
         yield f"{kv_heads} key and value heads can neither be divided nor shared by tp={axes.tp}"
     stages = axes.pp * job.stages_per_rank
@@ -355,21 +348,22 @@ def explain(first: Partition, second: Partition) -> str:
         LayoutError: if the step of one of them is not estimated.
     """
     faster, slower = sorted((first, second), key=lambda partition: -partition.tokens_per_second)
-    faster_memory = _memory_in_gigabytes(faster)
+    memory = _memory_in_gigabytes(faster)
     slower_memory = _memory_in_gigabytes(slower)
-    faster_step = sum(faster.seconds.values())
+    step = sum(faster.seconds.values())
     slower_step = sum(slower.seconds.values())
     comparison = f"{faster.specification} ({faster.policies}) is faster than {slower.specification} ({slower.policies})"
-    saved = 1 - faster_step / slower_step
-    lines = [f"{comparison}: {faster_step:.3g} s a step against {slower_step:.3g} s, {saved:.1%} less"]
+    saved = 1 - step / slower_step
+    lines = [f"{comparison}: {step:.3g} s a step against {slower_step:.3g} s, {saved:.1%} less"]
     lines += _list_differences(faster.seconds, slower.seconds, "s")
-    faster_total = sum(faster_memory.values())
-    slower_total = sum(slower_memory.values())
-    lines.append(f"it needs {faster_total:.3g} GB a GPU against {slower_total:.3g} GB")
-    lines += _list_differences(faster_memory, slower_memory, "GB")
-    for partition in (faster, slower):
-        if partition.reasons:
-            lines.append(f"{partition.specification} is ruled out: {partition.reasons[0]}")
+    totals = (sum(memory.values()), sum(slower_memory.values()))
+    lines.append(f"it needs {totals[0]:.3g} GB a GPU against {totals[1]:.3g} GB")
+    lines += _list_differences(memory, slower_memory, "GB")
+    lines += [
+        f"{found.specification} is ruled out: {found.reasons[0]}"
+        for found in (faster, slower)
+        if found.reasons
+    ]
     return "\n".join(lines)
 
 
@@ -388,10 +382,10 @@ def _list_differences(faster: Mapping[str, float], slower: Mapping[str, float], 
     differences = []
     for part in {**faster, **slower}:
         # A part that takes no time is not listed in the breakdown.
-        faster_size = faster.get(part, 0.0)
-        slower_size = slower.get(part, 0.0)
-        difference = abs(faster_size - slower_size)
+        sizes = (faster.get(part, 0.0), slower.get(part, 0.0))
+        difference = abs(sizes[0] - sizes[1])
         if difference >= smallest:
-            line = f"  {part}: {faster_size:.3g} {unit} against {slower_size:.3g} {unit}"
-            differences.append((-difference, line))
+            differences.append(
+                (-difference, f"  {part}: {sizes[0]:.3g} {unit} against {sizes[1]:.3g} {unit}")
+            )
     return [line for _, line in sorted(differences)]

@@ -45,44 +45,33 @@ def list_settings(job: Job, axes: Axes) -> list[str]:
     size = job.micro_batch or 1
     stage = job.stage or 0
     checkpointing = job.checkpointing or "none"
+    is_interleaved = job.stages_per_rank > 1
     if job.is_torch:
-        batch = _format_torch_batch(job, axes, size)
-        sharding = _format_torch_sharding(job, axes, stage)
+        count = job.micro_batches(axes.dp)
+        batch = f"for rows in batch.split({size}), {count} times forward and backward before a step of the optimizer"
+        sharding = _TORCH_STAGES[stage]
         recomputation = _TORCH_CHECKPOINTING[checkpointing]
+        if axes.pp > 1:
+            schedule = "Interleaved1F1B" if is_interleaved else "1F1B"
+            batch = f'training.Pipeline(stage, mesh, "{schedule}", n_microbatches={count}, loss_fn=...)'
+            # torch's pipeline schedules reduce gradients only after the last micro-batch, without
+            # further settings.
+            sharding = _TORCH_STAGES[2 if stage == 1 else stage]
+        if job.model.experts and stage:
+            # Experts are sharded over their own replicas; the layer around them must be sharded
+            # afterwards.
+            sharding += ', with fully_shard(experts, mesh=mesh["edp"]) before'
     else:
         batch = f"--micro-batch-size {size} --global-batch-size {job.global_batch}"
-        if job.stages_per_rank > 1:
-            batch += f" --num-virtual-stages-per-pipeline-rank {job.stages_per_rank}"
         sharding = _MEGATRON_STAGES[stage]
         recomputation = _MEGATRON_CHECKPOINTING[checkpointing]
+        if is_interleaved:
+            batch += f" --num-virtual-stages-per-pipeline-rank {job.stages_per_rank}"
     return [
         f"micro-batch {size}: {batch}",
         f"stage {stage}: {sharding}",
         f"checkpointing {checkpointing}: {recomputation}",
     ]
-
-
-def _format_torch_batch(job: Job, axes: Axes, size: int) -> str:
-    """Format the torch code that splits a batch into micro-batches of ``size``."""
-    count = job.micro_batches(axes.dp)
-    if axes.pp == 1:
-        return f"for rows in batch.split({size}), {count} times forward and backward before a step of the optimizer"
-    schedule = "Interleaved1F1B" if job.stages_per_rank > 1 else "1F1B"
-    return f'training.Pipeline(stage, mesh, "{schedule}", n_microbatches={count}, loss_fn=...)'
-
-
-def _format_torch_sharding(job: Job, axes: Axes, stage: int) -> str:
-    """Format the torch code that shards the states as ZeRO does at a stage."""
-    sharding = _TORCH_STAGES[stage]
-    if stage == 1 and axes.pp > 1:
-        # torch's pipeline schedules reduce gradients only after the last micro-batch, without
-        # further settings.
-        sharding = _TORCH_STAGES[2]
-    if job.model.experts and stage:
-        # Experts are sharded over their own replicas; the layer around them must be sharded
-        # afterwards.
-        sharding += ', with fully_shard(experts, mesh=mesh["edp"]) before'
-    return sharding
 
 
 def describe_assumptions(job: Job) -> str:

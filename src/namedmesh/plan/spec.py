@@ -5,8 +5,8 @@ The commands ``plan``, ``partitions``, ``diff``, ``doctor`` and ``verify`` share
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -107,39 +107,36 @@ def add_layout_arguments(parser: ArgumentParser) -> None:
     """Declare a specification, a flag for each usual axis, and the order."""
     text = f"axes and sizes, slowest first: pp=2,dp=-1,tp=2; or one of {', '.join(LEGACY_APIS)} and sizes"
     parser.add_argument("spec", nargs="*", metavar="SPEC", help=text)
+    # Flags that are not given do not appear: their defaults depend on the specification.
     for axis in USUAL_AXES:
-        parser.add_argument(
-            f"--{axis.replace('_', '-')}", type=int_between(-1), metavar="N", help=f"the size of {axis}"
-        )
-    parser.add_argument("--order", help="the order of the axes, fastest first (default: tp-cp-ep-dp-pp)")
+        flag = f"--{axis.replace('_', '-')}"
+        help_text = f"the size of {axis}"
+        parser.add_argument(flag, type=int_between(-1), metavar="N", default=SUPPRESS, help=help_text)
+    text = "the order of the axes, fastest first (default: tp-cp-ep-dp-pp)"
+    parser.add_argument("--order", default=SUPPRESS, help=text)
 
 
 def read_layout_arguments(arguments: Namespace) -> tuple[str, dict[str, Any]]:
     """Return the specification and the keyword arguments for :func:`make_layouts`."""
-    keywords: dict[str, Any] = {}
-    # Flags that are not given do not appear: their defaults depend on the specification.
-    for name in (*USUAL_AXES, "order"):
-        value = getattr(arguments, name)
-        if value is not None:
-            keywords[name] = value
-    return " ".join(arguments.spec), keywords
+    given = vars(arguments)
+    return " ".join(arguments.spec), {name: given[name] for name in (*USUAL_AXES, "order") if name in given}
 
 
-def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def format_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Format rows under named columns; columns of numbers are aligned to the right.
 
     Args:
         columns: the heading of each column.
-        rows: the cells of each row; an empty text is a missing number.
+        rows: the cells of each row; an empty text is a missing number. A column without any cell
+            is not shown.
     """
     padded_columns = []
     for heading, *cells in zip(columns, *rows, strict=True):
         texts = [heading, *map(str, cells)]
+        if not any(texts[1:]):
+            continue
         width = max(map(len, texts))
         # A number that is not known is an empty text, and does not make a column one of texts.
         is_numeric = not any(isinstance(cell, str) and cell for cell in cells)
-        if is_numeric:
-            padded_columns.append([text.rjust(width) for text in texts])
-        else:
-            padded_columns.append([text.ljust(width) for text in texts])
+        padded_columns.append([text.rjust(width) if is_numeric else text.ljust(width) for text in texts])
     return "\n".join("  ".join(line).rstrip() for line in zip(*padded_columns, strict=True))

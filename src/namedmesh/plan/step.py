@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from namedmesh.plan.hardware import Hardware
-from namedmesh.plan.memory import REDUCED_BYTES
-from namedmesh.plan.model import Axes, Job
-from namedmesh.plan.stages import (
+from namedmesh.plan.memory import (
     BF16_BYTES,
     FSDP_STAGE,
+    REDUCED_BYTES,
     StageShare,
     count_kv_heads,
     count_layer_elements,
     count_loss_bytes_per_token,
     list_stage_shares,
 )
+from namedmesh.plan.model import Axes, Job
 
 # How often an elementwise kernel moves a tensor that the backward pass reads. Forward it is written
 # and read. Backward it is read, and its gradient is written and read. Recomputation writes and
@@ -47,14 +47,6 @@ _DOMAIN_HOP_SECONDS = 3.4e-6
 _NETWORK_HOP_SECONDS = 9.6e-6
 
 
-@dataclass
-class _Passes:
-    """The seconds of a computation in the forward and in the backward pass."""
-
-    forward: float
-    backward: float
-
-
 def estimate_collective(hardware: Hardware, size_bytes: float, size: int, stride: int) -> float:
     """Estimate the seconds of a ring all-gather or reduce-scatter.
 
@@ -80,7 +72,7 @@ def estimate_step(job: Job, axes: Axes) -> dict[str, float]:
       the rate of large products. Attention: 4 s q operations for each token and layer, of which a
       causal mask leaves half (Narayanan et al., SC 2021, appendix).
     - Elementwise kernels (norms, gates, residuals, loss, casts to fp8) write and read the tensors
-      of :func:`~namedmesh.plan.stages.count_layer_elements`. FSDP2 copies each gathered weight once
+      of :func:`~namedmesh.plan.memory.count_layer_elements`. FSDP2 copies each gathered weight once
       more, and each gradient before it is reduced.
     - Pipeline bubble: (p-1) / v micro-batches (Narayanan et al., section 2.2).
     - Communication over each axis, at the bandwidth of its groups. The computation waits for tp and
@@ -112,10 +104,11 @@ def _estimate_stage(job: Job, axes: Axes, share: StageShare) -> dict[str, float]
     is_fsdp = job.stage == FSDP_STAGE
     reduces_each = is_fsdp and axes.pp == 1
 
-    passes = _estimate_computation(job, axes, share, tokens)
+    forward, backward = _estimate_computation(job, axes, share, tokens)
     if micro_batches > 1 and not reduces_each:
-        passes["elementwise"].backward += _ACCUMULATION_BYTES * (shared + routed) / memory_rate
-    seconds = {part: part_passes.forward + part_passes.backward for part, part_passes in passes.items()}
+        backward["elementwise"] += _ACCUMULATION_BYTES * (shared + routed) / memory_rate
+    computation = (sum(forward.values()), sum(backward.values()))
+    seconds = {part: time + backward[part] for part, time in forward.items()}
     communication = _estimate_communication(job, axes, share, tokens)
     if not job.is_torch:
         communication["cp"] = _compute_exposed_seconds(communication["cp"], seconds["attention"])
@@ -144,7 +137,7 @@ def _estimate_stage(job: Job, axes: Axes, share: StageShare) -> dict[str, float]
     updated = shared / axes.shards + routed / axes.expert_shards if job.stage else shared + routed
     seconds["bubble"] = bubble
     seconds["optimizer"] = (_ADAM_BYTES + _CLIPPING_BYTES + BF16_BYTES) * updated / memory_rate
-    seconds["dp"] = rounds * _estimate_data_parallel(job, axes, share, passes, gathers)
+    seconds["dp"] = rounds * _estimate_data_parallel(job, axes, share, computation, gathers)
     largest_first = sorted(seconds.items(), key=lambda item: -item[1])
     return {part: time for part, time in largest_first if time}
 
@@ -161,8 +154,10 @@ def _compute_exposed_seconds(communication: float, computation: float, edge: flo
     return exposed + _OVERLAP_COST * (communication - exposed)
 
 
-def _estimate_computation(job: Job, axes: Axes, share: StageShare, tokens: float) -> dict[str, _Passes]:
-    """Estimate the computation of one micro-batch on a rank, in seconds by part."""
+def _estimate_computation(
+    job: Job, axes: Axes, share: StageShare, tokens: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Estimate the seconds of one micro-batch on a rank, forward and backward, by part."""
     model = job.model
     hardware = job.hardware
     is_full = job.checkpointing == "full"
@@ -208,17 +203,21 @@ def _estimate_computation(job: Job, axes: Axes, share: StageShare, tokens: float
             cast_bytes = layers * _FP8_CAST_BYTES[job.trainer]
             forward_bytes += cast_bytes * layer.inputs
             backward_bytes += cast_bytes * ((1 + recomputed) * layer.inputs + layer.outputs)
-    return {
-        "matmul": _Passes(products + head, products * (2 + recomputed) + 2 * head),
-        "attention": _Passes(attention, attention * attention_backward),
-        "elementwise": _Passes(
-            tokens * forward_bytes / hardware.memory_rate, tokens * backward_bytes / hardware.memory_rate
-        ),
+    forward = {
+        "matmul": products + head,
+        "attention": attention,
+        "elementwise": tokens * forward_bytes / hardware.memory_rate,
     }
+    backward = {
+        "matmul": products * (2 + recomputed) + 2 * head,
+        "attention": attention * attention_backward,
+        "elementwise": tokens * backward_bytes / hardware.memory_rate,
+    }
+    return forward, backward
 
 
 def _estimate_data_parallel(
-    job: Job, axes: Axes, share: StageShare, passes: dict[str, _Passes], gathers: int
+    job: Job, axes: Axes, share: StageShare, seconds: tuple[float, float], gathers: int
 ) -> float:
     """Estimate the seconds of weight all-gathers and gradient reductions that do not overlap.
 
@@ -230,7 +229,8 @@ def _estimate_data_parallel(
         job: the model, and how it is trained.
         axes: the sizes of the axes.
         share: the layers of the pipeline rank.
-        passes: the computation of one micro-batch, with which the communication overlaps.
+        seconds: the time of the forward and of the backward pass of one micro-batch, with which the
+            communication overlaps.
         gathers: how often weights are gathered for a micro-batch.
     """
     hardware = job.hardware
@@ -249,12 +249,10 @@ def _estimate_data_parallel(
         shard_bytes = REDUCED_BYTES * parameters / size
         replica_reduce = estimate_collective(hardware, shard_bytes, axes.dp_replicate, size * stride)
         reduction += reduce_scatter + 2 * replica_reduce  # an all-reduce is both halves
-    forward = sum(part_passes.forward for part_passes in passes.values())
-    backward = sum(part_passes.backward for part_passes in passes.values())
     # The first layer's weights and the last layer's gradients have no computation to overlap with.
     edge = 1 / max(1, share.layers)
-    exposed_forward = _compute_exposed_seconds(all_gather, forward, edge)
-    exposed_backward = _compute_exposed_seconds(reduction + all_gather * (gathers - 1), backward, edge)
+    exposed_forward = _compute_exposed_seconds(all_gather, seconds[0], edge)
+    exposed_backward = _compute_exposed_seconds(reduction + all_gather * (gathers - 1), seconds[1], edge)
     return exposed_forward + exposed_backward
 
 

@@ -5,9 +5,9 @@ Ranks are drawn in their nodes and colored by one axis; groups of the fastest ax
 
 from __future__ import annotations
 
+from collections.abc import Container
 from itertools import groupby
 from math import ceil, sqrt
-from typing import NamedTuple
 
 from namedmesh.layout import Layout
 
@@ -21,6 +21,7 @@ _PADDING = 12
 _GAP = 8
 _LABEL_HEIGHT = 18
 _LINE_HEIGHT = 16
+_TOP = 112  # of the boxes, below the title and up to three notes
 _LEAST_WIDTH = 640
 _MOST_WIDTH = 1360
 # Colors on which black text is readable and that color-blind readers can distinguish (Okabe and
@@ -48,43 +49,48 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
     """
     axes = [axis for axis in layout if layout[axis] > 1] or list(layout)
     color_axis = axes[0] if color_by is None else color_by
-    drawn = min(layout.world_size, _MOST_CELLS)
-    grid = _make_grid(layout, axes, drawn, gpus_per_node or _COLUMNS)
-
+    colors = [_choose_color(position, layout[color_axis]) for position in range(layout[color_axis])]
+    grid = _Grid(layout, axes, gpus_per_node or _COLUMNS)
     # Ranks of the fastest axis are consecutive, so a group is a run of cells.
     group_size = layout[axes[-1]]
     crossing = set()
-    if gpus_per_node:
-        crossing = _find_crossing_groups(drawn, group_size, gpus_per_node)
-    outlined = f"outlined: groups of {axes[-1]}"
+    for group in range(ceil(grid.drawn / group_size) if gpus_per_node else 0):
+        first_rank = group * group_size
+        if first_rank // grid.box_size != (first_rank + group_size - 1) // grid.box_size:
+            crossing.add(group)
+    notes = [f"colored by {color_axis}", f"outlined: groups of {axes[-1]}"]
     if crossing:
-        outlined += ", dashed where they leave a node"
-    notes = [f"colored by {color_axis}", outlined]
-    if drawn < layout.world_size:
-        notes.append(f"ranks {drawn} to {layout.world_size - 1} are not drawn")
-    elements, top = _draw_legend(str(layout), notes, color_axis, layout[color_axis], grid.width)
-
-    positions: dict[int, tuple[int, int]] = {}
-    for box in range(grid.boxes):
-        x, y = grid.box_position(box, top)
-        ranks = range(box * grid.box_size, min((box + 1) * grid.box_size, drawn))
-        label = f"node {box}" if gpus_per_node else f"ranks {ranks[0]} to {ranks[-1]}"
+        notes[-1] += ", dashed where they leave a node"
+    if grid.drawn < layout.world_size:
+        notes.append(f"ranks {grid.drawn} to {layout.world_size - 1} are not drawn")
+    elements = [_format_text(_MARGIN, 40, str(layout), 20, 'class="ink"')]
+    for line, note in enumerate(notes, 1):
+        elements.append(_format_text(_MARGIN, 40 + 19 * line, note, 14, 'class="soft"'))
+    for first_rank in range(0, grid.drawn, grid.box_size):
+        x, y = grid.find_box(first_rank)
+        last_rank = min(first_rank + grid.box_size, grid.drawn) - 1
+        label = (
+            f"node {first_rank // grid.box_size}" if gpus_per_node else f"ranks {first_rank} to {last_rank}"
+        )
         elements.append(_format_rect(x, y, grid.box_width, grid.box_height, 'class="node edge" rx="10"'))
         elements.append(_format_text(x + _PADDING, y + _PADDING + 6, label, 13, 'class="soft"'))
-        for index, rank in enumerate(ranks):
-            positions[rank] = grid.cell_position(index, x, y)
-    for rank, (x, y) in positions.items():
+    for rank in range(grid.drawn):
         coords = layout.coords(rank)
         lines = [f"{axis} {coords[axis]}" for axis in axes]
-        color = _choose_color(coords[color_axis], layout[color_axis])
+        x, y = grid.find_cell(rank)
+        fill = f'fill="{colors[coords[color_axis]]}" rx="5"'
         # Browsers show the title as a tooltip, also if the cell has no room for coordinates.
         elements.append(f'<g class="rank" data-rank="{rank}"><title>rank {rank}: {", ".join(lines)}</title>')
-        elements.append(_format_rect(x, y, grid.cell_width, grid.cell_height, f'fill="{color}" rx="5"'))
-        elements += _draw_cell_text(grid, rank, lines, x + grid.cell_width / 2, y + 18)
+        elements.append(_format_rect(x, y, grid.cell_width, grid.cell_height, fill))
+        middle = x + grid.cell_width / 2
+        elements.append(_format_text(middle, y + 18, str(rank), 17, 'text-anchor="middle"'))
+        for index, text in enumerate(lines if grid.is_detailed else (), 1):
+            baseline = y + 18 + index * _LINE_HEIGHT
+            elements.append(_format_text(middle, baseline, text, 13, 'text-anchor="middle"'))
         elements.append("</g>")
-    elements += _draw_outlines(grid, positions, group_size, crossing)
+    elements += _draw_outlines(grid, group_size, crossing)
+    legend, height = _draw_legend(grid, color_axis, colors)
 
-    height = top + ceil(grid.boxes / grid.boxes_per_row) * (grid.box_height + _PADDING) - _PADDING + _MARGIN
     size = f'viewBox="0 0 {grid.width} {height}" width="{grid.width}" height="{height}"'
     heading = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_FONT}>',
@@ -92,123 +98,96 @@ def draw_svg(layout: Layout, *, gpus_per_node: int | None = None, color_by: str 
         _STYLE,
         _format_rect(0, 0, grid.width, height, 'class="paper"'),
     ]
-    return "\n".join([*heading, *elements, "</svg>\n"])
+    return "\n".join([*heading, *elements, *legend, "</svg>\n"])
 
 
-class _Grid(NamedTuple):
-    """The sizes in pixels and the numbers of cells and boxes; a box is a node or a row."""
+class _Grid:
+    """The sizes and positions of cells and boxes in pixels.
 
-    cell_width: int
-    cell_height: int
-    columns: int
-    box_size: int
-    box_width: int
-    box_height: int
-    boxes: int
-    boxes_per_row: int
-    width: int
-    is_detailed: bool
+    A box is a node, or a row of ranks.
 
-    def box_position(self, box: int, top: int) -> tuple[int, int]:
-        """Return the upper left corner of a box below ``top``."""
-        row, column = divmod(box, self.boxes_per_row)
-        return _MARGIN + column * (self.box_width + _PADDING), top + row * (self.box_height + _PADDING)
+    Args:
+        layout: the layout.
+        axes: the axes whose coordinates a cell shows.
+        box_size: the number of ranks in a box.
+    """
 
-    def cell_position(self, index: int, x: int, y: int) -> tuple[int, int]:
-        """Return the upper left corner of a cell, by its index in a box at ``x`` and ``y``."""
-        row, column = divmod(index, self.columns)
+    def __init__(self, layout: Layout, axes: list[str], box_size: int) -> None:
+        self.drawn = min(layout.world_size, _MOST_CELLS)
+        self.box_size = box_size
+        # The text must fit into a cell.
+        self.is_detailed = layout.world_size <= _MOST_DETAILED
+        self.cell_height = 24
+        self.cell_width = 10 * len(str(layout.world_size)) + 10
+        if self.is_detailed:
+            self.cell_height += _LINE_HEIGHT * len(axes)
+            self.cell_width = 9 * max(len(f"{axis} {layout[axis]}") for axis in axes) + 36
+        self.columns = min(box_size, _COLUMNS)
+        rows = ceil(min(box_size, self.drawn) / self.columns)
+        self.box_width = self.columns * (self.cell_width + _GAP) - _GAP + 2 * _PADDING
+        self.box_height = rows * (self.cell_height + _GAP) - _GAP + 2 * _PADDING + _LABEL_HEIGHT
+        boxes = ceil(self.drawn / box_size)
+        most_in_width = (_MOST_WIDTH - 2 * _MARGIN) // (self.box_width + _PADDING)
+        # The picture is half as wide again as it is high, if that is not wider than a page.
+        self.boxes_per_row = ceil(sqrt(boxes * 1.5 * self.box_height / self.box_width))
+        self.boxes_per_row = max(1, min(boxes, self.boxes_per_row, most_in_width))
+        box_rows = ceil(boxes / self.boxes_per_row)
+        width = self.boxes_per_row * (self.box_width + _PADDING) - _PADDING + 2 * _MARGIN
+        self.width = max(_LEAST_WIDTH, width)
+        self.bottom = _TOP + box_rows * (self.box_height + _PADDING)
+
+    def find_box(self, rank: int) -> tuple[int, int]:
+        """Return the upper left corner of the box of a rank."""
+        row, column = divmod(rank // self.box_size, self.boxes_per_row)
+        return _MARGIN + column * (self.box_width + _PADDING), _TOP + row * (self.box_height + _PADDING)
+
+    def find_cell(self, rank: int) -> tuple[int, int]:
+        """Return the upper left corner of the cell of a rank."""
+        x, y = self.find_box(rank)
+        row, column = divmod(rank % self.box_size, self.columns)
         left = x + _PADDING + column * (self.cell_width + _GAP)
         return left, y + _PADDING + _LABEL_HEIGHT + row * (self.cell_height + _GAP)
 
 
-def _make_grid(layout: Layout, axes: list[str], drawn: int, box_size: int) -> _Grid:
-    """Choose sizes so that the text fits into the cells and the picture is wider than high."""
-    is_detailed = layout.world_size <= _MOST_DETAILED
-    cell_height = 24
-    cell_width = 10 * len(str(layout.world_size)) + 10
-    if is_detailed:
-        cell_height += _LINE_HEIGHT * len(axes)
-        cell_width = 9 * max(len(f"{axis} {layout[axis]}") for axis in axes) + 36
-    columns = min(box_size, _COLUMNS)
-    rows = ceil(min(box_size, drawn) / columns)
-    box_width = columns * (cell_width + _GAP) - _GAP + 2 * _PADDING
-    box_height = rows * (cell_height + _GAP) - _GAP + 2 * _PADDING + _LABEL_HEIGHT
-    boxes = ceil(drawn / box_size)
-    most_in_width = (_MOST_WIDTH - 2 * _MARGIN) // (box_width + _PADDING)
-    # The picture is half as wide again as it is high, if that is not wider than a page.
-    boxes_per_row = ceil(sqrt(boxes * 1.5 * box_height / box_width))
-    boxes_per_row = max(1, min(boxes, boxes_per_row, most_in_width))
-    width = max(_LEAST_WIDTH, boxes_per_row * (box_width + _PADDING) - _PADDING + 2 * _MARGIN)
-    return _Grid(
-        cell_width, cell_height, columns, box_size, box_width, box_height, boxes, boxes_per_row, width, is_detailed
-    )  # fmt: skip
-
-
-def _find_crossing_groups(drawn: int, group_size: int, gpus_per_node: int) -> set[int]:
-    """Return the indices of the groups that have ranks on several nodes."""
-    crossing = set()
-    for first_rank in range(0, drawn, group_size):
-        last_rank = first_rank + group_size - 1
-        if first_rank // gpus_per_node != last_rank // gpus_per_node:
-            crossing.add(first_rank // group_size)
-    return crossing
-
-
-def _draw_cell_text(grid: _Grid, rank: int, lines: list[str], x: float, y: float) -> list[str]:
-    """Draw the rank, and if there is room its coordinates, below each other."""
-    if not grid.is_detailed:
-        return [_format_text(x, y, str(rank), 14, 'text-anchor="middle"')]
-    elements = [_format_text(x, y, str(rank), 17, 'text-anchor="middle"')]
-    for line in lines:
-        y += _LINE_HEIGHT
-        elements.append(_format_text(x, y, line, 13, 'text-anchor="middle"'))
-    return elements
-
-
-def _draw_outlines(
-    grid: _Grid, positions: dict[int, tuple[int, int]], group_size: int, crossing: set[int]
-) -> list[str]:
+def _draw_outlines(grid: _Grid, group_size: int, crossing: Container[int]) -> list[str]:
     """Draw an outline around each run of cells of one group that are next to each other."""
 
-    def run_of(rank: int) -> tuple[int, int, int]:
+    def find_run(rank: int) -> tuple[int, int, int]:
         # A group that continues in another row or box has an outline in each of them.
-        return rank // grid.box_size, positions[rank][1], rank // group_size
+        return rank // grid.box_size, grid.find_cell(rank)[1], rank // group_size
 
     elements = []
-    for (_, y, group), ranks in groupby(positions, run_of):
+    for (_, y, group), ranks in groupby(range(grid.drawn), find_run):
         first_rank, *others = ranks
         length = (len(others) + 1) * (grid.cell_width + _GAP) - _GAP
         css_class = "group crosses" if group in crossing else "group"
-        left = positions[first_rank][0] - 3
+        left = grid.find_cell(first_rank)[0] - 3
         elements.append(
             _format_rect(left, y - 3, length + 6, grid.cell_height + 6, f'class="{css_class}" rx="6"')
         )
     return elements
 
 
-def _draw_legend(title: str, notes: list[str], axis: str, size: int, width: int) -> tuple[list[str], int]:
-    """Draw the title, the notes and the colors; return them and the y coordinate below them."""
-    y = 40
-    elements = [_format_text(_MARGIN, y, title, 20, 'class="ink"')]
-    for note in notes:
-        y += 19
-        elements.append(_format_text(_MARGIN, y, note, 14, 'class="soft"'))
-    x = _MARGIN
-    y += 12
-    step = ceil(size / _MOST_LEGEND_ENTRIES)
-    for position in range(0, size, step):
-        name = f"{axis} {position}"
-        if step > 1 and position + step >= size:
-            name += f" ... {size - 1}"
-        entry_width = 34 + 9 * len(name)
-        if x + entry_width > width - _MARGIN:
-            x = _MARGIN
-            y += 24
-        color = _choose_color(position, size)
-        elements.append(_format_rect(x, y, 18, 18, f'class="edge" fill="{color}" rx="4"'))
+def _draw_legend(grid: _Grid, axis: str, colors: list[str]) -> tuple[list[str], int]:
+    """Draw the colors of the coordinates on an axis; on a long axis, of some of them.
+
+    Returns:
+        The elements, and the height of the picture that ends below them.
+    """
+    step = ceil(len(colors) / _MOST_LEGEND_ENTRIES)
+    names = [f"{axis} {position}" for position in range(0, len(colors), step)]
+    if step > 1:
+        names[-1] += f" ... {len(colors) - 1}"
+    width = 34 + 9 * max(map(len, names))
+    elements = []
+    y = grid.bottom
+    for entry, name in enumerate(names):
+        row, column = divmod(entry, max(1, (grid.width - 2 * _MARGIN) // width))
+        x = _MARGIN + column * width
+        y = grid.bottom + 24 * row
+        elements.append(_format_rect(x, y, 18, 18, f'class="edge" fill="{colors[entry * step]}" rx="4"'))
         elements.append(_format_text(x + 24, y + 14, name, 14, 'class="ink"'))
-        x += entry_width
-    return elements, y + 36
+    return elements, y + 18 + _MARGIN
 
 
 def _format_rect(x: float, y: float, width: float, height: float, attributes: str) -> str:
