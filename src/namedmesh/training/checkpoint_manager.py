@@ -22,9 +22,9 @@ from namedmesh.training.checkpoint_folders import (
     remove_leftovers,
 )
 from namedmesh.training.checkpoint_formats import read_checkpoint
-from namedmesh.training.checkpoint_metadata import CorruptedError
 from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
 from namedmesh.training.checkpoint_state import Model, Optimizers
+from namedmesh.training.checkpoint_storage import CorruptedError
 from namedmesh.training.checkpoints import Loaded, load_objects, save_objects
 
 _NAME = re.compile(r"step-\d+")

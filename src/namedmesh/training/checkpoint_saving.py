@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -17,17 +16,10 @@ from namedmesh._torch import all_gather_object
 from namedmesh.errors import CheckpointError, GradientError, format_items, format_ranks
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import to_local
-from namedmesh.training.checkpoint_names import (
-    GRADIENT,
-    Options,
-    merge_aliases,
-    merge_options,
-    name_copy,
-    to_plain_data,
-)
+from namedmesh.training.checkpoint_names import GRADIENT, Names, make_path, name_copy, to_plain_data
 from namedmesh.training.checkpoint_ranks import CheckpointRanks
 from namedmesh.training.checkpoint_state import State
-from namedmesh.training.checkpoint_storage import VALUES_NAME, Progress
+from namedmesh.training.checkpoint_storage import Progress
 
 # Relative tolerance for the plain state of optimizers. Replicas may differ by rounding.
 _STATE_TOLERANCE = 1e-2
@@ -50,39 +42,41 @@ def agree_on_values(
         in_background: whether the values are written while training continues.
 
     Returns:
-        The entries that this rank writes, and the table of the checkpoint.
+        The entries that this rank writes, and the table of the checkpoint. Only that of rank 0 is
+        complete.
     """
+    table: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
 
     def collect() -> tuple[Any, ...]:
-        names = state.collect()
+        state.collect()
         state.check_gradients()
-        state.extra = {key: to_plain_data(value, f"the extra value {key}") for key, value in extra.items()}
         leaves: dict[str, str] = {}
-        for key, value in state.extra.items():
-            leaves |= _list_leaves(key, value)
+        for key, value in extra.items():
+            plain[key] = to_plain_data(value, f"the extra value {key}")
+            leaves |= _list_leaves(key, plain[key])
         # A single process has nothing to compare with.
-        summaries = {} if state.mesh is None else summarize_values(state)
-        return names, leaves, summaries, digest(pickle.dumps(tuple(state.options))), state.local
+        return state.names, leaves, {} if state.mesh is None else summarize_values(state)
+
+    def merge(reports: list[Any]) -> tuple[Any, ...]:
+        names_by_rank, leaves, summaries = zip(*reports, strict=True)
+        _check_extra_equal(leaves)
+        names = Names.merge(names_by_rank)
+        copies = find_copies(summaries)
+        table.update(names=tuple(names._replace(model={})), copies=copies, extra=plain)
+        return names.aliases, copies
 
     # Two calls: prepare() communicates, and all ranks must have collected without an error.
-    reports = ranks.run_on_all_ranks(problem, collect)
-    names, extras, summaries, digests, local = zip(*reports, strict=True)
-    _check_extra_equal(extras)
-    aliases = merge_aliases(names)
+    aliases, copies = ranks.run_on_all_ranks(problem, collect, merge)
 
-    def prepare() -> Options | None:
+    def prepare() -> None:
         state.all_reduce_partial()
         if state.mesh is not None:
             _check_replicas(state, state.mesh, aliases)
         if in_background:
-            state.copy_to_cpu(ranks)
-        # The options of all parameters are large, and most ranks have the same.
-        return state.options if digests.index(digests[ranks.rank]) == ranks.rank else None
+            state.copy_to_cpu(ranks.pinned)
 
-    options = merge_options(ranks.run_on_all_ranks(problem, prepare))
-    copies = find_copies(summaries)
-    table = {"options": tuple(options), "aliases": aliases, "copies": copies, "extra": state.extra}
-    table["local"] = sorted(set().union(*local))
+    ranks.run_on_all_ranks(problem, prepare)
     return rename_values(state, aliases, copies, ranks.rank), table
 
 
@@ -167,26 +161,29 @@ def _find_unequal_stages(state: State, mesh: NamedMesh, aliases: Mapping[str, st
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's save planner with the entries of a rank, and on rank 0 a table about them.
+    """DCP's save planner with the entries of a rank.
 
     DCP removes the entries that several ranks have under one name, and balances the writes.
 
     Args:
         values: this rank's entries.
-        table: what a load needs to know about the entries of all ranks.
+        owners: the parameter and the key of the entries of optimizers.
         progress: counts the bytes.
     """
 
-    def __init__(self, values: dict[str, Any], table: dict[str, Any], progress: Progress) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._entries = values
-        self._table = table
+    def __init__(
+        self, values: Mapping[str, Any], owners: Mapping[str, tuple[str, str]], progress: Progress
+    ) -> None:
+        super().__init__(flatten_sharded_tensors=False)
+        self._entries = dict(values)
+        self._owners = owners
         self._progress = progress
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
         """Use these entries. DCP's ``save`` logs every value in the state dict that it is given."""
-        table = {VALUES_NAME: self._table} if is_coordinator else {}
-        super().set_up_planner(self._entries | table, storage_meta, is_coordinator)
+        self.state_dict = self._entries
+        self.is_coordinator = is_coordinator
+        self.mappings = {name: make_path(name, self._owners) for name in self._entries}
 
     def resolve_data(self, write_item: Any) -> Any:
         """Return the data of an item, for DCP to write."""
@@ -203,10 +200,10 @@ def summarize_values(state: State) -> dict[str, list[float] | int]:
     """
     summaries: dict[str, list[float] | int] = {}
     for name, value in state.values.items():
-        parameter = state.find_parameter(name)
         if isinstance(value, DTensor) or name.removeprefix("model.") in state.params:
             continue
-        if isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None):
+        param = state.params[state.owners[name][0]] if name in state.owners else None
+        if isinstance(value, Tensor) and param is not None and value.shape == param.shape:
             summaries[name] = fingerprint([value], value.numel())[0].sum(0).tolist()
         else:
             summaries[name] = digest(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from namedmesh.arguments import checkpoint_place
-from namedmesh.errors import CheckpointError
 from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import to_local
-from namedmesh.training.checkpoint_folders import Lock, find_next_order, prepare_folder, remove_leftovers
-from namedmesh.training.checkpoint_formats import Checkpoint, add_names, read_checkpoint
-from namedmesh.training.checkpoint_loading import LoadPlanner
-from namedmesh.training.checkpoint_names import merge_aliases
+from namedmesh.training.checkpoint_folders import Lock, prepare_folder, remove_leftovers
+from namedmesh.training.checkpoint_formats import read_checkpoint
+from namedmesh.training.checkpoint_loading import Matching
+from namedmesh.training.checkpoint_names import Names
 from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
 from namedmesh.training.checkpoint_saving import SavePlanner, agree_on_values
 from namedmesh.training.checkpoint_state import Model, Optimizers, State
@@ -112,22 +109,29 @@ def save_objects(
     state = State(mesh, *objects)
     problem = f"the checkpoint {path} could not be written"
     values, table = agree_on_values(state, ranks, extra, problem, in_background=in_background)
+    layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
+    manifest: dict[str, Any] = {"layout": layout, "run": run}
     locks: list[Lock] = []  # only rank 0 has one, until the end of the save
-    ranks.run_on_rank0(problem, lambda: locks.append(prepare_folder(path)))
+
+    def prepare() -> None:
+        lock, manifest["order"] = prepare_folder(path)
+        locks.append(lock)
 
     def finish() -> None:
         remove_leftovers(path)
         on_finish()
 
-    layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
-    names = partial(add_names, aliases=table["aliases"], params=table["options"][0])
-    order = partial(find_next_order, path.parent)
-    writer = StorageWriter(path, {"layout": layout, "run": run}, names, order, finish, on_cpu=in_background)
+    ranks.run_on_rank0(problem, prepare)
+    writer = StorageWriter(path, table, manifest, finish)
+    if in_background:
+        # Otherwise DCP copies ahead on a stream of an accelerator, which the CPU does not need.
+        writer.per_thread_copy_ahead = 0
     # The current device of a new thread is device 0, on which it would allocate memory.
     device = None
     if mesh is not None and mesh.device.type != "cpu" and in_background:
         device = torch.accelerator.current_device_index()
     future = SaveFuture()
+    future.set_running_or_notify_cancel()  # a save that has started cannot be canceled
 
     def write() -> None:
         progress = Progress(f"saving {path}", is_shown=ranks.rank == 0)
@@ -135,7 +139,7 @@ def save_objects(
             if device is not None:
                 torch.accelerator.set_device_index(device)
             with ranks.reraise_on_all_ranks(problem):
-                planner = SavePlanner(values, table, progress)
+                planner = SavePlanner(values, state.owners, progress)
                 dcp.save({}, storage_writer=writer, planner=planner, **ranks.dcp_arguments)
         except BaseException as error:  # noqa: BLE001  also if it is interrupted
             # The checkpoint may be complete nevertheless: if a rank dies after finish(), only the
@@ -256,54 +260,29 @@ def load_objects(
         path: as for :func:`load`.
         mesh: as for :func:`load`.
         objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
-        **options: the options of :class:`LoadPlanner`.
+        **options: the options of :class:`Matching`.
     """
     ranks = CheckpointRanks.from_mesh(mesh, "load")
     problem = f"the checkpoint {path} could not be read"
     state = State(mesh, *objects)
-    aliases = merge_aliases(ranks.run_on_all_ranks(problem, state.collect))
-    names = {name.removeprefix("model.") for name in state.values}
-    checkpoint: Checkpoint = ranks.run_on_rank0(problem, partial(read_checkpoint, path, names))
-    planner = LoadPlanner(state, aliases, checkpoint, **options)
+    here: Names = ranks.run_on_all_ranks(problem, state.collect, Names.merge)
+    checkpoint = ranks.run_on_rank0(problem, lambda: read_checkpoint(path, here.model.keys()))
+    matching = Matching(state, here, checkpoint, **options)
     progress = Progress(f"loading {path}", is_shown=ranks.rank == 0)
+    ranks.run_on_all_ranks(problem, matching.find_problems, matching.raise_problems)
+    plan = checkpoint.plan_reads(matching.targets, matching.sources)
+    ranks.run_on_all_ranks(problem, partial(checkpoint.check, plan, progress))
+    ranks.run_on_all_ranks(problem, matching.check_tied_equal)
 
-    def check_all(check_files: Callable[[], None]) -> None:
+    def read() -> None:
         # Nothing has changed until here. An error after it may leave some values loaded.
-        ranks.run_on_all_ranks(problem, check_files)
-        ranks.run_on_all_ranks(problem, partial(_check_tied_equal, planner, checkpoint, progress))
+        checkpoint.read(plan, matching.targets)
+        progress.end()
 
-    with ranks.reraise_on_all_ranks(problem):
-        reader = checkpoint.make_reader(check_all, progress)
-        dcp.load({}, storage_reader=reader, planner=planner, **ranks.dcp_arguments)
-    progress.end()
-    ranks.run_on_all_ranks(problem, planner.apply)
+    ranks.run_on_all_ranks(problem, read)
+    ranks.run_on_all_ranks(problem, matching.apply)
     loaded = Loaded(checkpoint.extra)
-    loaded.missing_keys = planner.missing_keys
-    loaded.unexpected_keys = planner.unexpected_keys
-    loaded.unused_optimizer_keys = planner.unused_optimizer_keys
+    loaded.missing_keys = matching.missing_keys
+    loaded.unexpected_keys = matching.unexpected_keys
+    loaded.unused_optimizer_keys = matching.unused_optimizer_keys
     return loaded, checkpoint.run
-
-
-def _check_tied_equal(planner: LoadPlanner, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Check that the two saved tensors of a parameter that is tied now are equal. Local.
-
-    Raises:
-        CheckpointError: the two tensors differ.
-    """
-    problems = []
-    for first, second, param in planner.find_tied_pairs():
-        saved: Any = checkpoint.metadata.state_dict_metadata[first]
-        both = {name: torch.empty_like(param, dtype=saved.properties.dtype) for name in (first, second)}
-        reader = checkpoint.make_reader(lambda check: check(), progress)
-        plain = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with warnings.catch_warnings():  # DCP warns that it runs in one process, which is intended
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(both, storage_reader=reader, planner=plain, no_dist=True)
-        if not torch.equal(to_local(both[first]), to_local(both[second])):
-            problems.append(
-                f"{first.removeprefix('model.')!r} and {second.removeprefix('model.')!r} are tied "
-                f"here, and are two different weights in the checkpoint {checkpoint.path}; untie "
-                "them, or load another checkpoint"
-            )
-    if problems:
-        raise CheckpointError(*problems)
