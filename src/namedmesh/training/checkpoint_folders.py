@@ -136,12 +136,10 @@ def remove_leftovers(path: Path) -> None:
     if (entry is None and is_complete(path)) or (entry is not None and entry.error):
         return
     kept = {} if entry is None else entry.files or {}
-    leftovers = [path / f"{METADATA_NAME}.tmp"]
-    for file in path.iterdir():
-        if DATA_FILE.fullmatch(file.name) and file.name not in kept:
-            leftovers.append(file)
+    leftovers = [file for file in path.iterdir() if DATA_FILE.fullmatch(file.name) and file.name not in kept]
+    leftovers += path.glob(f"{METADATA_NAME}.tmp")
     # The lock of a process that was killed is a leftover, too: to acquire and release removes it.
-    if len(leftovers) > 1 or leftovers[0].exists() or (entry is None and (path / _LOCK_NAME).exists()):
+    if leftovers or (entry is None and (path / _LOCK_NAME).exists()):
         try:
             lock = Lock.acquire(path)
         except CheckpointError:

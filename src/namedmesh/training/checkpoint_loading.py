@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +16,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.errors import CheckpointError
 from namedmesh.layout import Layout
+from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import to_local
 from namedmesh.training import seeds
-from namedmesh.training.checkpoint_formats import Checkpoint
+from namedmesh.training.checkpoint_formats import Checkpoint, read_checkpoint
 from namedmesh.training.checkpoint_names import (
     GRADIENT,
     GROUPS,
@@ -27,8 +30,23 @@ from namedmesh.training.checkpoint_names import (
     get_kind,
     name_copy,
 )
-from namedmesh.training.checkpoint_ranks import group_by_rank
+from namedmesh.training.checkpoint_ranks import CheckpointRanks, group_by_rank
 from namedmesh.training.checkpoint_state import State
+from namedmesh.training.checkpoint_storage import Progress
+
+
+class Loaded(dict[str, Any]):
+    """The extra values of a checkpoint, and the names that were not loaded.
+
+    Attributes:
+        missing_keys: parameters and buffers of the model, on any rank, that keep their values.
+        unexpected_keys: parameters and buffers that only the checkpoint has.
+        unused_optimizer_keys: parameters whose saved optimizer state no optimizer took.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    unused_optimizer_keys: list[str]
 
 
 class Matching:
@@ -77,23 +95,44 @@ class Matching:
         self._owners: dict[str, tuple[str, str]] = {**checkpoint.owners, **state.owners}
         # The problems, and the names of the entries that have them.
         self._names_by_problem: dict[str, list[str]] = {}
-        # The parameters whose optimizer state is loaded, and the saved options of the groups here.
+        # The saved name of each parameter whose optimizer state is loaded, on any rank, the saved
+        # groups of each group that has parameters on any rank, and the options of the groups.
         self._params: dict[str, str] = {}
+        self._groups: dict[int, list[int]] = {}
         self._options: dict[int, dict[str, Any]] = {}
-        self.missing_keys = [key for key in here.model if not self._is_loaded(key)]
+        self.missing_keys = []
+        for key in here.model:
+            if not (self._select(key) and (strict or self._find_entry(f"model.{key}"))):
+                self.missing_keys.append(key)
         known = here.model.keys() | here.aliases.keys() | self._saved.aliases.keys()
         self.unexpected_keys = []
         for name in sorted(checkpoint.entries):
             key = name.removeprefix("model.")
             if key != name and key not in known and self._select(key):
                 self.unexpected_keys.append(key)
-        self.unused_optimizer_keys = self._find_unused()
+        self.unused_optimizer_keys = []
+        if state.optimizers:
+            self._match_params()
+
+    def _match_params(self) -> None:
+        """Find the saved parameter of each optimized one, their groups, and those that are unused."""
+        saved = self._saved.params
+        unused = {param for param, _ in self._checkpoint.owners.values()} & saved.keys()
+        for name, group in self._here.params.items():
+            source = name if name in saved else self._aliases.get(name, name)
+            if source in saved and name not in self.missing_keys:
+                self._params[name] = source
+                self._groups.setdefault(group, []).append(saved[source])
+            unused -= {name, source}
+            unused.difference_update(alias for alias, to in self._aliases.items() if to in {name, source})
+        unused.difference_update(self.missing_keys, self.unexpected_keys)
+        self.unused_optimizer_keys = sorted(filter(self._select, unused))
 
     def find_problems(self) -> list[str]:
         """Fill ``sources`` and ``targets``, and return the problems of this rank."""
+        missing = {f"model.{key}" for key in self.missing_keys}
         for name in self._state.values:
-            is_loaded = get_kind(name) != "model" or self._is_loaded(name.removeprefix("model."))
-            if get_kind(name) in {"model", "data", "random"} and is_loaded:
+            if get_kind(name) in {"model", "data", "random"} and name not in missing:
                 self._find(name)
         if self._state.optimizers:
             self._find_optimizer_entries()
@@ -122,10 +161,6 @@ class Matching:
 
     # --- the model, data loaders and random states ---
 
-    def _is_loaded(self, key: str) -> bool:
-        """Return whether a parameter or buffer is loaded, or is a problem if it cannot be."""
-        return self._select(key) and (self._strict or self._find_entry(f"model.{key}") != "")
-
     def _find_entry(self, name: str) -> str:
         """Return the name under which an entry was saved, on any rank; empty if it was not."""
         key = name.removeprefix("model.")
@@ -141,7 +176,7 @@ class Matching:
             saved_name: the name to look for in the checkpoint; ``name`` if empty.
         """
         saved_name = self._find_entry(saved_name or name)
-        found = saved_name and is_valid_in(self._state, saved_name, self._checkpoint)
+        found = saved_name and self._is_valid(saved_name)
         source = self._find_copy(saved_name) if found else ""
         message = MISSING.get(get_kind(name))
         if source:
@@ -197,6 +232,29 @@ class Matching:
             return len(saved.chunks) == 1
         (chunk,) = param.__create_chunk_list__()
         return chunk in saved.chunks or prod(chunk.sizes) == 0
+
+    def _is_valid(self, name: str) -> bool:
+        """Return whether the layouts allow to load an RNG state or a data loader's state.
+
+        Other entries can be loaded in any layout. These two cannot, even if all ranks had the same
+        state: with more ranks, random values would repeat, and the position of a sampler counts the
+        samples of one rank.
+
+        Args:
+            name: the name of the entry.
+        """
+        kind = get_kind(name)
+        if kind not in {"random", "data"}:
+            return True
+        generator = "data" if kind == "data" else name.removeprefix("namedmesh.random.")
+        equal = seeds.find_axes_with_equal_state(generator)
+        sizes = []
+        mesh, layout = self._state.mesh, self._checkpoint.layout
+        for all_sizes in ({} if layout is None else layout[0], {} if mesh is None else mesh.layout):
+            sizes.append({axis: n for axis, n in all_sizes.items() if n > 1 and axis not in equal})
+        if kind == "data":  # samplers know the number of data ranks, not their axes
+            return prod(sizes[0].values()) == prod(sizes[1].values())
+        return sizes[0] == sizes[1]
 
     # --- the tensors to read into ---
 
@@ -264,12 +322,6 @@ class Matching:
 
     # --- optimizers ---
 
-    def _find_saved_param(self, name: str) -> str:
-        """Return the name under which a parameter was optimized; empty if it was not."""
-        if name not in self._saved.params:
-            name = self._aliases.get(name, name)
-        return name if name in self._saved.params else ""
-
     def _find_optimizer_entries(self) -> None:
         """Find the entries for the optimizers, and record why one cannot resume from them."""
         if not self._saved.params and not self._checkpoint.is_own:
@@ -279,25 +331,14 @@ class Matching:
         entries: dict[str, dict[str, str]] = {}
         for entry, (param, key) in self._checkpoint.owners.items():
             entries.setdefault(param, {})[key] = entry
-        groups = self._find_saved_groups()
-        missing = set(self.missing_keys)
         for name, group in self._state.names.params.items():
-            source = self._find_saved_param(name)
-            if name in missing or not source:
-                if name not in missing:
+            source = self._params.get(name)
+            if source is None:
+                if name not in self.missing_keys:
                     problem = f"not optimized in {self._label}; load it without the optimizer"
                     self._add_problem(f"model.{name}", problem)
                 continue
-            classes, options = self._saved.groups[self._saved.params[source]]
-            (own_class, *_), _ = self._state.names.groups[group]
-            if own_class not in classes and classes[0] not in self._state.names.groups[group][0]:
-                problem = f"optimized by {classes[0]} in {self._label}, and by {own_class} here"
-                remedy = "create the saved class, or load without the optimizer"
-                self._add_problem(f"model.{name}", f"{problem}; {remedy}")
-            elif self._saved.groups[groups[group]][1] != options:
-                problem = "in one group of the optimizer with parameters that had other options in"
-                self._add_problem(f"model.{name}", f"{problem} {self._label}; group them as they were")
-            self._params[name] = source
+            self._check_options(name, group, self._saved.params[source])
             # The other end of a tied weight has its entries under the name of the first.
             shared = entries.get(self._aliases.get(source, source), {})
             found = {key: entry for key, entry in shared.items() if not entry.startswith(GRADIENT)}
@@ -305,38 +346,39 @@ class Matching:
                 here = f"{GRADIENT}{name}" if entry.startswith(GRADIENT) else f"optimizer.state.{name}.{key}"
                 self._owners[here] = (name, key)
                 self._find(here, entry)
-        for group in self._state.names.groups:
-            # A group without parameters has the options of the group at its position in the saved
-            # optimizer that has the parameters of its optimizer.
-            siblings = [saved for here, saved in groups.items() if here // GROUPS == group // GROUPS]
-            position = min(siblings, default=group) // GROUPS * GROUPS + group % GROUPS
-            found_group = self._saved.groups.get(groups.get(group, position))
-            if found_group is not None:
-                self._options[group] = found_group[1]
         for number in range(len(self._state.optimizers)):
-            self._find_optimizer_extras(number)
+            self._find_optimizer(number)
 
-    def _find_saved_groups(self) -> dict[int, int]:
-        """Return the saved group of each group that has parameters on any rank."""
-        groups: dict[int, int] = {}
-        missing = set(self.missing_keys)
-        for name, group in self._here.params.items():
-            source = self._find_saved_param(name)
-            if source and name not in missing:
-                groups.setdefault(group, self._saved.params[source])
-        return groups
+    def _check_options(self, name: str, group: int, saved_group: int) -> None:
+        """Record if a parameter had an optimizer of another class, or other options than its group."""
+        classes, options = self._saved.groups[saved_group]
+        own_classes, _ = self._state.names.groups[group]
+        if own_classes[0] not in classes and classes[0] not in own_classes:
+            problem = f"optimized by {classes[0]} in {self._label}, and by {own_classes[0]} here"
+            remedy = "create the saved class, or load without the optimizer"
+            self._add_problem(f"model.{name}", f"{problem}; {remedy}")
+        elif self._saved.groups[self._groups[group][0]][1] != options:
+            problem = "in one group of the optimizer with parameters that had other options in"
+            self._add_problem(f"model.{name}", f"{problem} {self._label}; group them as they were")
 
-    def _find_optimizer_extras(self, number: int) -> None:
-        """Find the entry with the part of an optimizer's state that belongs to no parameter.
+    def _find_optimizer(self, number: int) -> None:
+        """Find the options of the groups of an optimizer, and its state that belongs to no parameter.
 
         Args:
             number: the position of the optimizer here.
         """
+        saved_numbers: set[int] = set()
+        for group, saved_groups in self._groups.items():
+            if group // GROUPS == number:
+                saved_numbers.update(saved // GROUPS for saved in saved_groups)
+        numbers = sorted(saved_numbers or {number})
+        for group in self._state.names.groups:
+            if group // GROUPS == number:
+                # A group without parameters has the options of the group at its position.
+                saved_group = self._groups.get(group, [numbers[0] * GROUPS + group % GROUPS])[0]
+                _, self._options[group] = self._saved.groups.get(saved_group, ([], {}))
         name = f"namedmesh.optimizers.{number}"
-        saved = {number}
-        if own := [param for param in self._params if self._here.params[param] // GROUPS == number]:
-            saved = {self._saved.params[self._params[param]] // GROUPS for param in own}
-        sources = [f"namedmesh.optimizers.{at}" for at in sorted(saved)]
+        sources = [f"namedmesh.optimizers.{at}" for at in numbers]
         found = [source for source in sources if source in self._checkpoint.entries]
         if found and len(sources) == 1:
             self._find(name, found[0])
@@ -344,35 +386,7 @@ class Matching:
             # The state of several optimizers cannot be merged.
             self._add_problem(name, MISSING["optimizers"].format(self._label))
 
-    def _find_unused(self) -> list[str]:
-        """Return the parameters whose saved state no optimizer takes, although they are loaded."""
-        if not self._state.optimizers:
-            return []
-        taken = set(self._here.params)
-        for alias, name in self._aliases.items():
-            if alias in self._here.params or name in self._here.params:
-                taken.update((alias, name))
-        taken.update(self.missing_keys, self.unexpected_keys)
-        with_state = {param for param, _ in self._checkpoint.owners.values()}
-        unused = self._saved.params.keys() & with_state - taken
-        return sorted(filter(self._select, unused))
-
     # --- reading ---
-
-    def find_tied_pairs(self) -> list[tuple[str, str, Any]]:
-        """Return the pairs of saved weights that are one parameter here.
-
-        Returns:
-            For each pair, the two names, and the parameter.
-        """
-        pairs = []
-        for alias, name in self._here.aliases.items():
-            param = self._state.params.get(alias, self._state.params.get(name))
-            both = {f"model.{alias}", f"model.{name}"} <= self._checkpoint.entries.keys()
-            is_one = self._saved.aliases.get(alias) == name
-            if param is not None and both and not is_one and self._select(alias):
-                pairs.append((name, alias, param))
-        return pairs
 
     def check_tied_equal(self) -> None:
         """Check that the two saved tensors of a parameter that is tied now are equal. Local.
@@ -381,14 +395,19 @@ class Matching:
             CheckpointError: the two tensors differ.
         """
         problems = []
-        for first, second, param in self.find_tied_pairs():
-            sources = {key: self._checkpoint.entries[f"model.{key}"] for key in (first, second)}
-            saved: Any = self._checkpoint.metadata.state_dict_metadata[sources[first]]
+        entries = self._checkpoint.entries
+        for alias, name in self._here.aliases.items():
+            param = self._state.params.get(alias, self._state.params.get(name))
+            sources = {key: entries.get(f"model.{key}", "") for key in (name, alias)}
+            is_one = self._saved.aliases.get(alias) == name
+            if param is None or is_one or not all(sources.values()) or not self._select(alias):
+                continue
+            saved: Any = self._checkpoint.metadata.state_dict_metadata[sources[name]]
             both = {key: torch.empty_like(param, dtype=saved.properties.dtype) for key in sources}
             self._checkpoint.read(self._checkpoint.plan_reads(both, sources), both)
-            if not torch.equal(to_local(both[first]), to_local(both[second])):
+            if not torch.equal(to_local(both[name]), to_local(both[alias])):
                 problems.append(
-                    f"{first!r} and {second!r} are tied here, and are two different weights in "
+                    f"{name!r} and {alias!r} are tied here, and are two different weights in "
                     f"{self._label}; untie them, or load another checkpoint"
                 )
         if problems:
@@ -404,30 +423,40 @@ def _describe(tensor: Tensor) -> tuple[Any, ...]:
     return type(tensor), tensor.dtype, tensor.shape, getattr(tensor, "placements", None)
 
 
-def is_valid_in(state: State, name: str, checkpoint: Checkpoint) -> bool:
-    """Return whether the layouts allow to load an RNG state or a data loader's state.
+def load_objects(
+    path: Path, mesh: NamedMesh | None, objects: tuple[Any, ...], **options: Any
+) -> tuple[Loaded, str | None]:
+    """Load a checkpoint, and return its extra values and its run.
 
-    Other entries can be loaded in any layout. These two cannot, even if all ranks had the same
-    state: with more ranks, random values would repeat, and the position of a sampler counts the
-    samples of one rank.
+    Collective: every rank of the mesh must call it, after :meth:`CheckpointRanks.begin`.
 
     Args:
-        state: the state of this rank.
-        name: the name of the entry.
-        checkpoint: the checkpoint.
+        path: as for :func:`load`.
+        mesh: as for :func:`load`.
+        objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
+        **options: the options of :class:`Matching`.
     """
-    kind = get_kind(name)
-    if kind not in {"random", "data"}:
-        return True
-    generator = "data" if kind == "data" else name.removeprefix("namedmesh.random.")
-    equal = seeds.find_axes_with_equal_state(generator)
-    before = _drop_axes({} if checkpoint.layout is None else checkpoint.layout[0], equal)
-    now = _drop_axes({} if state.mesh is None else dict(state.mesh.layout.items()), equal)
-    if kind == "data":  # samplers know the number of data ranks, not their axes
-        return prod(before.values()) == prod(now.values())
-    return before == now
+    ranks = CheckpointRanks.from_mesh(mesh, "load")
+    problem = f"the checkpoint {path} could not be read"
+    state = State(mesh, *objects)
+    here: Names = ranks.run_on_all_ranks(problem, state.collect, Names.merge)
+    checkpoint = ranks.run_on_rank0(problem, lambda: read_checkpoint(path, here.model.keys()))
+    matching = Matching(state, here, checkpoint, **options)
+    progress = Progress(f"loading {path}", is_shown=ranks.rank == 0)
+    ranks.run_on_all_ranks(problem, matching.find_problems, matching.raise_problems)
+    plan = checkpoint.plan_reads(matching.targets, matching.sources)
+    ranks.run_on_all_ranks(problem, partial(checkpoint.check, plan, progress))
+    ranks.run_on_all_ranks(problem, matching.check_tied_equal)
 
+    def read() -> None:
+        # Nothing has changed until here. An error after it may leave some values loaded.
+        checkpoint.read(plan, matching.targets)
+        progress.end()
 
-def _drop_axes(sizes: Mapping[str, int], axes: Iterable[str]) -> dict[str, int]:
-    """Return ``sizes`` without ``axes`` and without axes of size 1."""
-    return {axis: size for axis, size in sizes.items() if size > 1 and axis not in axes}
+    ranks.run_on_all_ranks(problem, read)
+    ranks.run_on_all_ranks(problem, matching.apply)
+    loaded = Loaded(checkpoint.extra)
+    loaded.missing_keys = matching.missing_keys
+    loaded.unexpected_keys = matching.unexpected_keys
+    loaded.unused_optimizer_keys = matching.unused_optimizer_keys
+    return loaded, checkpoint.run

@@ -17,14 +17,17 @@ of them depends on the layout.
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from namedmesh._torch import get_local_tensor
+from namedmesh._torch import count_writes, get_local_tensor
 from namedmesh.errors import CheckpointError, format_items, get_first_line
 
 # The messages for entries that a checkpoint does not have for this rank, by the kind of the entry.
@@ -189,3 +192,49 @@ def to_plain_data(value: object, name: str) -> Any:
     except Exception as error:  # noqa: BLE001  each type has its own error
         remedy = "give numbers, strings, tensors, and lists, tuples and dicts of them"
         raise CheckpointError(f"{name} is not plain data ({get_first_line(error)}); {remedy}") from None
+
+
+# --- gradients ---
+
+# The first gradient of the last step of each optimizer, and the number of changes of the gradient
+# until then. After the step, the gradient has no more effect, but most loops keep it for a while.
+_used_gradients: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Tensor], int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Remember the first gradient of an optimizer: a hook after each step."""
+    if torch.compiler.is_compiling():
+        return
+    grad = _find_first_gradient(optimizer)
+    if grad is not None:
+        _used_gradients[optimizer] = weakref.ref(grad), count_writes(grad)
+
+
+register_optimizer_step_post_hook(_note_step)
+
+
+def _find_first_gradient(optimizer: Optimizer) -> Tensor | None:
+    """Return the first gradient of an optimizer; None if it has none."""
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            if param.grad is not None:
+                grad: Tensor = param.grad
+                return grad
+    return None
+
+
+def has_used_gradients(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has stepped since the last backward.
+
+    If no step was seen, as in compiled code, its state shows whether there was one.
+
+    Args:
+        optimizer: the optimizer.
+    """
+    if optimizer not in _used_gradients:
+        return bool(optimizer.state)
+    used, writes = _used_gradients[optimizer]
+    grad = _find_first_gradient(optimizer)
+    return grad is not None and grad is used() and count_writes(grad) == writes

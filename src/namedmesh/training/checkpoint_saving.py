@@ -1,12 +1,15 @@
-"""Saving: the ranks compare their values, and DCP's planner gets the entries to write."""
+"""Saving: the ranks compare their values, and DCP writes them, at once or in the background."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,10 +19,11 @@ from namedmesh._torch import all_gather_object
 from namedmesh.errors import CheckpointError, GradientError, format_items, format_ranks
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import to_local
+from namedmesh.training.checkpoint_folders import Lock, prepare_folder, remove_leftovers
 from namedmesh.training.checkpoint_names import GRADIENT, Names, make_path, name_copy, to_plain_data
-from namedmesh.training.checkpoint_ranks import CheckpointRanks
+from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
 from namedmesh.training.checkpoint_state import State
-from namedmesh.training.checkpoint_storage import Progress
+from namedmesh.training.checkpoint_storage import Progress, StorageWriter
 
 # Relative tolerance for the plain state of optimizers. Replicas may differ by rounding.
 _STATE_TOLERANCE = 1e-2
@@ -27,57 +31,139 @@ _STATE_TOLERANCE = 1e-2
 _SHORT_TEXT = 60
 
 
-def agree_on_values(
-    state: State, ranks: CheckpointRanks, extra: Mapping[str, Any], problem: str, *, in_background: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Collect the state of this rank, and compare it with the other ranks.
-
-    Collective: every rank must call it.
+class Save:
+    """One save of a model, its optimizers and data loaders, and extra values.
 
     Args:
-        state: the state, which is filled.
-        ranks: the ranks.
+        path: the folder.
+        mesh: the mesh; None in a process without process groups.
+        objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
         extra: the extra values of this rank.
-        problem: the start of the message for unexpected errors.
-        in_background: whether the values are written while training continues.
-
-    Returns:
-        The entries that this rank writes, and the table of the checkpoint. Only that of rank 0 is
-        complete.
+        run: the run that the checkpoint belongs to.
+        on_finish: called on rank 0 after the checkpoint is complete.
     """
-    table: dict[str, Any] = {}
-    plain: dict[str, Any] = {}
 
-    def collect() -> tuple[Any, ...]:
+    def __init__(
+        self,
+        path: Path,
+        mesh: NamedMesh | None,
+        objects: tuple[Any, ...],
+        extra: Mapping[str, Any],
+        *,
+        run: str | None = None,
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._path = path
+        self._mesh = mesh
+        self._extra = extra
+        self._on_finish = on_finish
+        self._state = State(mesh, *objects)
+        self._ranks = CheckpointRanks.from_mesh(mesh, "save")
+        self._problem = f"the checkpoint {path} could not be written"
+        layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
+        # What rank 0 writes about the checkpoint: the table and the manifest of pack_metadata().
+        self._table: dict[str, Any] = {}
+        self._manifest = {"layout": layout, "run": run}
+        self._lock: Lock | None = None  # only rank 0 has one, until the end of the save
+        self._future = SaveFuture()
+        self._future.set_running_or_notify_cancel()  # it cannot be canceled from now on
+
+    def start(self, *, async_: bool) -> SaveFuture:
+        """Compare the values of all ranks, and write them.
+
+        Collective: every rank of the mesh must call it, after :meth:`CheckpointRanks.begin`.
+
+        Args:
+            async_: whether to write in the background.
+        """
+        ranks = self._ranks
+        # Without a mesh, every call has its own CheckpointRanks, and could not wait for this save.
+        in_background = async_ and self._mesh is not None
+        # Two calls: the second communicates, and all ranks must have collected without an error.
+        aliases, copies = ranks.run_on_all_ranks(self._problem, self._collect, self._merge)
+        ranks.run_on_all_ranks(self._problem, lambda: self._prepare(aliases, in_background=in_background))
+        ranks.run_on_rank0(self._problem, self._prepare_folder)
+        values = rename_values(self._state, aliases, copies, ranks.rank)
+        if not in_background:
+            self._write(values, None)
+            self._future.result()
+            return self._future
+        # The current device of a new thread is device 0, on which it would allocate memory.
+        device = None
+        if self._mesh is not None and self._mesh.device.type != "cpu":
+            device = torch.accelerator.current_device_index()
+        ranks.saving = self._future
+        threading.Thread(target=self._write, args=(values, device), name="namedmesh save").start()
+        return self._future
+
+    def _collect(self) -> tuple[Any, ...]:
+        """Collect the state of this rank, and return what the ranks compare."""
+        state = self._state
         state.collect()
         state.check_gradients()
         leaves: dict[str, str] = {}
-        for key, value in extra.items():
-            plain[key] = to_plain_data(value, f"the extra value {key}")
-            leaves |= _list_leaves(key, plain[key])
+        self._extra = {
+            key: to_plain_data(value, f"the extra value {key}") for key, value in self._extra.items()
+        }
+        for key, value in self._extra.items():
+            leaves |= _list_leaves(key, value)
         # A single process has nothing to compare with.
         return state.names, leaves, {} if state.mesh is None else summarize_values(state)
 
-    def merge(reports: list[Any]) -> tuple[Any, ...]:
+    def _merge(self, reports: list[Any]) -> tuple[Any, ...]:
+        """Fill the table on rank 0, and return the aliases and copies of all ranks."""
         names_by_rank, leaves, summaries = zip(*reports, strict=True)
         _check_extra_equal(leaves)
         names = Names.merge(names_by_rank)
         copies = find_copies(summaries)
-        table.update(names=tuple(names._replace(model={})), copies=copies, extra=plain)
+        self._table = {"names": tuple(names._replace(model={})), "copies": copies, "extra": self._extra}
         return names.aliases, copies
 
-    # Two calls: prepare() communicates, and all ranks must have collected without an error.
-    aliases, copies = ranks.run_on_all_ranks(problem, collect, merge)
-
-    def prepare() -> None:
-        state.all_reduce_partial()
-        if state.mesh is not None:
-            _check_replicas(state, state.mesh, aliases)
+    def _prepare(self, aliases: Mapping[str, str], *, in_background: bool) -> None:
+        """Compare the weights, and copy all values if training continues before they are written."""
+        self._state.all_reduce_partial()
+        if self._mesh is not None:
+            _check_replicas(self._state, self._mesh, aliases)
         if in_background:
-            state.copy_to_cpu(ranks.pinned)
+            self._state.copy_to_cpu(self._ranks.pinned)
 
-    ranks.run_on_all_ranks(problem, prepare)
-    return rename_values(state, aliases, copies, ranks.rank), table
+    def _prepare_folder(self) -> None:
+        self._lock, self._manifest["order"] = prepare_folder(self._path)
+
+    def _write(self, values: dict[str, Any], device: int | None) -> None:
+        """Write the values of this rank, and finish the future.
+
+        Args:
+            values: the values.
+            device: the device of this rank, if this is a thread.
+        """
+        progress = Progress(f"saving {self._path}", is_shown=self._ranks.rank == 0)
+        writer = StorageWriter(self._path, self._table, self._manifest, self._finish)
+        if self._ranks.saving is self._future:
+            # Otherwise DCP copies ahead on a stream of an accelerator, which the CPU does not need.
+            writer.per_thread_copy_ahead = 0
+        try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            with self._ranks.reraise_on_all_ranks(self._problem):
+                planner = SavePlanner(values, self._state.owners, progress)
+                dcp.save({}, storage_writer=writer, planner=planner, **self._ranks.dcp_arguments)
+        except BaseException as error:  # noqa: BLE001  also if it is interrupted
+            # The checkpoint may be complete nevertheless: if a rank dies after _finish(), only the
+            # last broadcast of DCP fails. remove_leftovers() keeps a complete checkpoint.
+            self._lock = None
+            if self._ranks.rank == 0:
+                remove_leftovers(self._path)
+            self._future.set_exception(error)
+        else:
+            self._lock = None
+            self._future.set_result(self._path)
+        progress.end()
+
+    def _finish(self) -> None:
+        """Remove what a complete checkpoint replaces. DCP calls it on rank 0."""
+        remove_leftovers(self._path)
+        self._on_finish()
 
 
 def _check_extra_equal(leaves_by_rank: Sequence[Mapping[str, str]]) -> None:

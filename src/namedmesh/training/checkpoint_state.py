@@ -21,19 +21,21 @@ from namedmesh.errors import CheckpointError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import find_plain_shard, to_local
 from namedmesh.training import seeds
-from namedmesh.training.checkpoint_gradients import has_used_gradients
 from namedmesh.training.checkpoint_names import (
     GRADIENT,
     GROUPS,
     Names,
     check_storable,
     format_entry,
+    has_used_gradients,
     to_plain_data,
 )
 from namedmesh.training.tying import get_tie
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module]
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
+
+_RANDOM = "namedmesh.random."
 
 
 class State:
@@ -102,7 +104,7 @@ class State:
                 )
             self._add(f"namedmesh.data.{number}", loader.state_dict())
         for name, state in seeds.collect_rng_states().items():
-            self._add(f"namedmesh.random.{name}", state)
+            self._add(f"{_RANDOM}{name}", state)
         return self.names
 
     def _add_module(self, module: nn.Module) -> None:
@@ -134,21 +136,19 @@ class State:
     def _add_to_model(self, name: str, value: Any) -> None:
         """Add an item of the model's state dict; a parameter seen before becomes an alias."""
         entry = f"model.{name}"
-        if value is not None and self._sources.get(entry) is value:
-            return  # two modules of this rank share the parameter
+        if value is None or self._sources.get(entry) is value:
+            return  # two modules of this rank may share the parameter
         if isinstance(value, nn.Parameter):
-            if self._names_by_id.get(id(value), name) != name:
-                self.names.aliases[name] = self._names_by_id[id(value)]
+            first = self._names_by_id.get(id(value), name)
+            if first != name:
+                self.names.aliases[name] = first
                 return
-            tie = get_tie(value)
-            if tie is not None:
+            if (tie := get_tie(value)) is not None:
                 self.names.ties[tie] = name
+            self._add_parameter(name, value)
         self._add(entry, value, value)
         self._sources[entry] = value
-        if value is not None:
-            self.names.model[name] = None
-        if isinstance(value, nn.Parameter):
-            self._add_parameter(name, value)
+        self.names.model[name] = None
 
     def _add_parameter(self, name: str, param: Tensor) -> None:
         """Add the name of a parameter."""
@@ -339,13 +339,13 @@ class State:
             options: the saved options of the groups here.
         """
         for module, entries in self._indirect:
-            state_dict = {}
+            state_dict: dict[str, Any] = {}
             for key, entry in entries.items():
                 if entry in loaded:
                     name = entry.removeprefix("model.")
                     state_dict[key] = self._to_plain_shard(name, loaded[entry])
+            # strict=False, because load() has checked the names of all ranks.
             if state_dict:
-                # strict=False, because load() has checked the names of all ranks.
                 module.load_state_dict(state_dict, strict=False)
         by_param: dict[str, dict[str, Any]] = {}
         for entry, (name, key) in owners.items():
@@ -358,17 +358,12 @@ class State:
             self._apply_to_optimizer(optimizer, by_param, own, params)
         for number, loader in enumerate(self.loaders):
             loader.load_state_dict(loaded[f"namedmesh.data.{number}"])
-        random: dict[str, Any] = {}
-        for name, value in loaded.items():
-            if name.startswith("namedmesh.random."):
-                random[name.removeprefix("namedmesh.random.")] = value
-        seeds.restore_rng_states(random)
+        names = {name.removeprefix(_RANDOM): name for name in loaded if name.startswith(_RANDOM)}
+        seeds.restore_rng_states({name: loaded[entry] for name, entry in names.items()})
 
     def _to_plain_shard(self, param_name: str, value: Any) -> Any:
         """Return the local tensor for a parameter that is a plain shard, else the value."""
-        if isinstance(value, DTensor) and param_name in self.plain_shards:
-            return value.to_local()
-        return value
+        return value.to_local() if param_name in self.plain_shards and isinstance(value, DTensor) else value
 
     def _apply_to_optimizer(
         self,

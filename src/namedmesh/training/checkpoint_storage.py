@@ -415,21 +415,15 @@ def _add_names(metadata: dcp.Metadata, aliases: Mapping[str, str]) -> None:
     """
     entries = metadata.state_dict_metadata
     paths: dict[str, tuple[str, ...]] = metadata.planner_data
-    names: dict[str, list[str]] = {}
+    keys = {entry: [entry.removeprefix("model.")] for entry in entries if entry.startswith("model.")}
     for alias, name in aliases.items():
-        if f"model.{name}" in entries:
-            names.setdefault(f"model.{name}", []).append(f"model.{alias}")
-            paths[f"model.{alias}"] = ("model", alias)
-    for entry in list(entries):
-        further = names.get(entry, [])
-        for name in (entry, *further):
-            short = name.removeprefix("model.")
-            if short not in paths:
-                # With the path of the long name, DCP's converters make one weight of both.
-                paths[short] = paths[name]
-                names.setdefault(entry, further).append(short)
+        keys.get(f"model.{name}", []).append(alias)
     places: dict[Any, Any] = metadata.storage_data
     for index, place in list(places.items()):
-        for name in names.get(index.fqn, ()):
-            entries[name] = entries[index.fqn]
-            places[MetadataIndex(name, index.offset, index.index)] = place
+        for key in keys.get(index.fqn, ()):
+            for name in (f"model.{key}", key):
+                # With the path of the long name, DCP's converters make one weight of both. The name
+                # may be that of another entry already.
+                if paths.setdefault(name, ("model", key)) == ("model", key):
+                    entries[name] = entries[index.fqn]
+                    places[MetadataIndex(name, index.offset, index.index)] = place
