@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh.errors import CheckpointError
 from namedmesh.layout import Layout
@@ -63,9 +62,7 @@ class Matching:
         select: which parameters and buffers to load, by name; None for all.
 
     Attributes:
-        missing_keys: the names in the model that are not loaded, on any rank.
-        unexpected_keys: the names in the checkpoint that no rank's model has.
-        unused_optimizer_keys: the parameters whose saved optimizer state no rank's optimizer takes.
+        loaded: the extra values of the checkpoint, and the names that are not loaded on any rank.
         sources: for each entry here, the entry of the checkpoint.
         targets: for each entry here, the tensor that it is read into; None for another object.
     """
@@ -80,6 +77,7 @@ class Matching:
         strict: bool = True,
         select: Callable[[str], bool] | None = None,
     ) -> None:
+        self.loaded = Loaded(checkpoint.extra)
         self.sources: dict[str, str] = {}
         self.targets: dict[str, Any] = {}
         self._state = state
@@ -87,7 +85,6 @@ class Matching:
         self._checkpoint = checkpoint
         self._saved = checkpoint.names
         self._label = f"the checkpoint {checkpoint.path}"
-        self._aliases = {**here.aliases, **self._saved.aliases}
         self._cast = cast
         self._strict = strict
         self._select: Callable[[str], bool] = select or (lambda _: True)
@@ -95,45 +92,63 @@ class Matching:
         self._owners: dict[str, tuple[str, str]] = {**checkpoint.owners, **state.owners}
         # The problems, and the names of the entries that have them.
         self._names_by_problem: dict[str, list[str]] = {}
-        # The saved name of each parameter whose optimizer state is loaded, on any rank, the saved
-        # groups of each group that has parameters on any rank, and the options of the groups.
-        self._params: dict[str, str] = {}
+        # The entries of the model, and the optimizer's entries of each parameter by key.
+        self._entries = dict(checkpoint.entries)
+        self._entries_of: dict[str, dict[str, str]] = {}
+        for entry, (param, key) in checkpoint.owners.items():
+            self._entries_of.setdefault(param, {})[key] = entry
+        # The saved groups of each group that has parameters on any rank, and the options to load.
         self._groups: dict[int, list[int]] = {}
         self._options: dict[int, dict[str, Any]] = {}
-        self.missing_keys = []
+        unused = self._share_entries(self._saved.params.keys() & self._entries_of.keys())
+        self._missing: dict[str, None] = {}
         for key in here.model:
-            if not (self._select(key) and (strict or self._find_entry(f"model.{key}"))):
-                self.missing_keys.append(key)
+            if not (self._select(key) and (strict or f"model.{key}" in self._entries)):
+                self._missing[key] = None
         known = here.model.keys() | here.aliases.keys() | self._saved.aliases.keys()
-        self.unexpected_keys = []
+        self.loaded.missing_keys = list(self._missing)
+        self.loaded.unexpected_keys = []
         for name in sorted(checkpoint.entries):
             key = name.removeprefix("model.")
             if key != name and key not in known and self._select(key):
-                self.unexpected_keys.append(key)
-        self.unused_optimizer_keys = []
-        if state.optimizers:
-            self._match_params()
+                self.loaded.unexpected_keys.append(key)
+        unused -= {*self._missing, *self.loaded.unexpected_keys}
+        self.loaded.unused_optimizer_keys = sorted(filter(self._select, unused)) if state.optimizers else []
+        for name, group in here.params.items():
+            if name in self._saved.params and name not in self._missing:
+                self._groups.setdefault(group, []).append(self._saved.params[name])
 
-    def _match_params(self) -> None:
-        """Find the saved parameter of each optimized one, their groups, and those that are unused."""
-        saved = self._saved.params
-        unused = {param for param, _ in self._checkpoint.owners.values()} & saved.keys()
-        for name, group in self._here.params.items():
-            source = name if name in saved else self._aliases.get(name, name)
-            if source in saved and name not in self.missing_keys:
-                self._params[name] = source
-                self._groups.setdefault(group, []).append(saved[source])
-            unused -= {name, source}
-            unused.difference_update(alias for alias, to in self._aliases.items() if to in {name, source})
-        unused.difference_update(self.missing_keys, self.unexpected_keys)
-        self.unused_optimizer_keys = sorted(filter(self._select, unused))
+    def _share_entries(self, with_state: set[str]) -> set[str]:
+        """Let all names of a parameter, here or in the checkpoint, have the same entries.
+
+        Args:
+            with_state: the parameters that have optimizer state in the checkpoint.
+
+        Returns:
+            Those that no optimizer here has under any name.
+        """
+        unused = with_state - self._here.params.keys()
+        params = self._saved.params
+        for pair in {**self._here.aliases, **self._saved.aliases}.items():
+            if not self._here.params.keys().isdisjoint(pair):
+                unused.difference_update(pair)
+            for name, other in (pair, pair[::-1]):
+                if f"model.{other}" in self._entries:
+                    self._entries.setdefault(f"model.{name}", self._entries[f"model.{other}"])
+                if other in params:
+                    params.setdefault(name, params[other])
+                for key, entry in self._entries_of.get(other, {}).items():
+                    # Each end of a tied weight has a gradient of its own until they are summed.
+                    if key != "gradient":
+                        self._entries_of.setdefault(name, {}).setdefault(key, entry)
+        return unused
 
     def find_problems(self) -> list[str]:
         """Fill ``sources`` and ``targets``, and return the problems of this rank."""
-        missing = {f"model.{key}" for key in self.missing_keys}
         for name in self._state.values:
-            if get_kind(name) in {"model", "data", "random"} and name not in missing:
-                self._find(name)
+            is_missing = name.removeprefix("model.") in self._missing
+            if get_kind(name) in {"model", "data", "random"} and not is_missing:
+                self._find(name, name)
         if self._state.optimizers:
             self._find_optimizer_entries()
         return format_problems(self._names_by_problem)
@@ -149,9 +164,9 @@ class Matching:
         """
         problems = group_by_rank(dict(enumerate(problems_by_rank)))
         names_by_problem = {
-            f"in {self._label}, and on no rank in the model": self.unexpected_keys,
+            f"in {self._label}, and on no rank in the model": self.loaded.unexpected_keys,
             f"optimized in {self._label}, and by no optimizer here; give the optimizers that were "
-            "saved, or pass strict=False to leave their state out": self.unused_optimizer_keys,
+            "saved, or pass strict=False to leave their state out": self.loaded.unused_optimizer_keys,
         }
         for problem, names in names_by_problem.items():
             if self._strict and names:
@@ -161,26 +176,17 @@ class Matching:
 
     # --- the model, data loaders and random states ---
 
-    def _find_entry(self, name: str) -> str:
-        """Return the name under which an entry was saved, on any rank; empty if it was not."""
-        key = name.removeprefix("model.")
-        if name not in self._checkpoint.entries and name != key:
-            name = f"model.{self._aliases.get(key, key)}"
-        return name if name in self._checkpoint.entries else ""
-
-    def _find(self, name: str, saved_name: str = "") -> None:
+    def _find(self, name: str, saved_name: str) -> None:
         """Find the entry for a name and its target, or record it as missing.
 
         Args:
             name: the name here.
-            saved_name: the name to look for in the checkpoint; ``name`` if empty.
+            saved_name: the name to look for in the checkpoint.
         """
-        saved_name = self._find_entry(saved_name or name)
-        found = saved_name and self._is_valid(saved_name)
-        source = self._find_copy(saved_name) if found else ""
+        source = self._entries.get(self._find_copy(saved_name)) if self._is_valid(saved_name) else None
         message = MISSING.get(get_kind(name))
-        if source:
-            self.sources[name] = self._checkpoint.entries[source]
+        if source is not None:
+            self.sources[name] = source
             self.targets[name] = self._find_target(name, saved_name)
         elif message and not (self._checkpoint.is_pretrained and name.endswith("_extra_state")):
             # Hugging Face's checkpoints have no extra states.
@@ -223,8 +229,9 @@ class Matching:
         if name not in self._owners:
             return True
         param_name = self._owners[name][0]
-        entry = self._checkpoint.entries.get(self._find_entry(f"model.{param_name}"), "")
-        saved = self._checkpoint.metadata.state_dict_metadata.get(entry)
+        saved = self._checkpoint.metadata.state_dict_metadata.get(
+            self._entries.get(f"model.{param_name}", "")
+        )
         param: Any = self._state.params.get(param_name)
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return False
@@ -248,13 +255,13 @@ class Matching:
             return True
         generator = "data" if kind == "data" else name.removeprefix("namedmesh.random.")
         equal = seeds.find_axes_with_equal_state(generator)
-        sizes = []
         mesh, layout = self._state.mesh, self._checkpoint.layout
-        for all_sizes in ({} if layout is None else layout[0], {} if mesh is None else mesh.layout):
-            sizes.append({axis: n for axis, n in all_sizes.items() if n > 1 and axis not in equal})
+        before: Mapping[str, int] = {} if layout is None else layout[0]
+        now: Mapping[str, int] = {} if mesh is None else dict(mesh.layout.items())
+        sizes = [(before.get(axis, 1), now.get(axis, 1)) for axis in {*before, *now} - set(equal)]
         if kind == "data":  # samplers know the number of data ranks, not their axes
-            return prod(sizes[0].values()) == prod(sizes[1].values())
-        return sizes[0] == sizes[1]
+            return prod(size for size, _ in sizes) == prod(size for _, size in sizes)
+        return all(size == current for size, current in sizes)
 
     # --- the tensors to read into ---
 
@@ -309,16 +316,11 @@ class Matching:
         if param_name in self._state.plain_shards:
             # Attributes say how a parameter is sharded, but not a tensor of another shape.
             self._add_problem(name, MISSING["optimizer"].format(self._label))
-        # The value is, for example, one moment for each row. Any placements would be correct, and
-        # these need the least memory.
-        placements: list[Placement] = [Replicate()] * param.device_mesh.ndim
-        for mesh_dim, placement in enumerate(param.placements):
-            if type(placement) is not Shard or placement.dim >= len(shape):
-                continue
-            if shape[placement.dim] == param.shape[placement.dim]:
-                placements[mesh_dim] = placement
-        where: dict[str, Any] = {"device_mesh": param.device_mesh, "placements": placements}
-        return torch.distributed.tensor.empty(shape, dtype=dtype, **where)
+        # The value is, for example, one moment for each row. Any placements would be correct.
+        placements = [Replicate()] * param.device_mesh.ndim
+        return torch.distributed.tensor.empty(
+            shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements
+        )
 
     # --- optimizers ---
 
@@ -328,30 +330,24 @@ class Matching:
             problem = "has no optimizer that namedmesh saved; load it without the optimizer"
             self._names_by_problem[problem] = [self._label]
             return
-        entries: dict[str, dict[str, str]] = {}
-        for entry, (param, key) in self._checkpoint.owners.items():
-            entries.setdefault(param, {})[key] = entry
         for name, group in self._state.names.params.items():
-            source = self._params.get(name)
-            if source is None:
-                if name not in self.missing_keys:
-                    problem = f"not optimized in {self._label}; load it without the optimizer"
-                    self._add_problem(f"model.{name}", problem)
+            if name in self._missing:
                 continue
-            self._check_options(name, group, self._saved.params[source])
-            # The other end of a tied weight has its entries under the name of the first.
-            shared = entries.get(self._aliases.get(source, source), {})
-            found = {key: entry for key, entry in shared.items() if not entry.startswith(GRADIENT)}
-            for key, entry in {**found, **entries.get(source, {})}.items():
+            if name not in self._saved.params:
+                problem = f"not optimized in {self._label}; load it without the optimizer"
+                self._add_problem(f"model.{name}", problem)
+                continue
+            self._check_options(name, group)
+            for key, entry in self._entries_of.get(name, {}).items():
                 here = f"{GRADIENT}{name}" if entry.startswith(GRADIENT) else f"optimizer.state.{name}.{key}"
                 self._owners[here] = (name, key)
                 self._find(here, entry)
         for number in range(len(self._state.optimizers)):
             self._find_optimizer(number)
 
-    def _check_options(self, name: str, group: int, saved_group: int) -> None:
+    def _check_options(self, name: str, group: int) -> None:
         """Record if a parameter had an optimizer of another class, or other options than its group."""
-        classes, options = self._saved.groups[saved_group]
+        classes, options = self._saved.groups[self._saved.params[name]]
         own_classes, _ = self._state.names.groups[group]
         if own_classes[0] not in classes and classes[0] not in own_classes:
             problem = f"optimized by {classes[0]} in {self._label}, and by {own_classes[0]} here"
@@ -378,15 +374,12 @@ class Matching:
                 saved_group = self._groups.get(group, [numbers[0] * GROUPS + group % GROUPS])[0]
                 _, self._options[group] = self._saved.groups.get(saved_group, ([], {}))
         name = f"namedmesh.optimizers.{number}"
-        sources = [f"namedmesh.optimizers.{at}" for at in numbers]
-        found = [source for source in sources if source in self._checkpoint.entries]
-        if found and len(sources) == 1:
-            self._find(name, found[0])
-        elif found or name in self._state.values:
+        sources = [f"namedmesh.optimizers.{saved}" for saved in numbers]
+        if len(sources) == 1 and sources[0] in self._entries:
+            self._find(name, sources[0])
+        elif name in self._state.values or not self._entries.keys().isdisjoint(sources):
             # The state of several optimizers cannot be merged.
             self._add_problem(name, MISSING["optimizers"].format(self._label))
-
-    # --- reading ---
 
     def check_tied_equal(self) -> None:
         """Check that the two saved tensors of a parameter that is tied now are equal. Local.
@@ -415,7 +408,8 @@ class Matching:
 
     def apply(self) -> None:
         """Give values that were not read in place to their owners."""
-        self._state.apply(self.targets, self._owners, self._params, self._options)
+        params = self._saved.params.keys() - self._missing.keys()
+        self._state.apply(self.targets, self._owners, params, self._options)
 
 
 def _describe(tensor: Tensor) -> tuple[Any, ...]:
@@ -455,8 +449,4 @@ def load_objects(
 
     ranks.run_on_all_ranks(problem, read)
     ranks.run_on_all_ranks(problem, matching.apply)
-    loaded = Loaded(checkpoint.extra)
-    loaded.missing_keys = matching.missing_keys
-    loaded.unexpected_keys = matching.unexpected_keys
-    loaded.unused_optimizer_keys = matching.unused_optimizer_keys
-    return loaded, checkpoint.run
+    return matching.loaded, checkpoint.run

@@ -111,11 +111,7 @@ class CheckpointRanks:
             return {"no_dist": True, "process_group": None}
         group = self._group()
         if group is None:
-            raise CheckpointError(
-                "The default group was destroyed, and the group of checkpoints with it. Before "
-                "destroy_process_group(), wait for a save in the background: get its result(), "
-                "or leave the 'with' block of CheckpointManager."
-            )
+            raise CheckpointError("the default group was destroyed; wait for a save in the background before")
         return {"no_dist": False, "process_group": group}
 
     def begin(self, call: str, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from namedmesh.training.checkpoint_storage import Progress, StorageWriter
 
 # Relative tolerance for the plain state of optimizers. Replicas may differ by rounding.
 _STATE_TOLERANCE = 1e-2
-# Characters of an extra value that a message shows, and that ranks compare if it has no more.
+# Characters of an extra value that a message shows.
 _SHORT_TEXT = 60
 
 
@@ -55,7 +55,7 @@ class Save:
     ) -> None:
         self._path = path
         self._mesh = mesh
-        self._extra = extra
+        self._extra = dict(extra)
         self._on_finish = on_finish
         self._state = State(mesh, *objects)
         self._ranks = CheckpointRanks.from_mesh(mesh, "save")
@@ -101,19 +101,17 @@ class Save:
         state = self._state
         state.collect()
         state.check_gradients()
-        leaves: dict[str, str] = {}
-        self._extra = {
-            key: to_plain_data(value, f"the extra value {key}") for key, value in self._extra.items()
-        }
+        texts: dict[str, tuple[str, int]] = {}
         for key, value in self._extra.items():
-            leaves |= _list_leaves(key, value)
+            self._extra[key] = plain = to_plain_data(value, f"the extra value {key}")
+            texts[key] = (f"{plain!r:.{_SHORT_TEXT}}", digest(plain))
         # A single process has nothing to compare with.
-        return state.names, leaves, {} if state.mesh is None else summarize_values(state)
+        return state.names, texts, {} if state.mesh is None else summarize_values(state)
 
     def _merge(self, reports: list[Any]) -> tuple[Any, ...]:
         """Fill the table on rank 0, and return the aliases and copies of all ranks."""
-        names_by_rank, leaves, summaries = zip(*reports, strict=True)
-        _check_extra_equal(leaves)
+        names_by_rank, texts_by_rank, summaries = zip(*reports, strict=True)
+        check_extra_equal(texts_by_rank)
         names = Names.merge(names_by_rank)
         copies = find_copies(summaries)
         self._table = {"names": tuple(names._replace(model={})), "copies": copies, "extra": self._extra}
@@ -123,7 +121,7 @@ class Save:
         """Compare the weights, and copy all values if training continues before they are written."""
         self._state.all_reduce_partial()
         if self._mesh is not None:
-            _check_replicas(self._state, self._mesh, aliases)
+            check_replicas(self._state, self._mesh, aliases)
         if in_background:
             self._state.copy_to_cpu(self._ranks.pinned)
 
@@ -166,23 +164,23 @@ class Save:
         self._on_finish()
 
 
-def _check_extra_equal(leaves_by_rank: Sequence[Mapping[str, str]]) -> None:
+def check_extra_equal(texts_by_rank: Sequence[Mapping[str, tuple[str, int]]]) -> None:
     """Check that all ranks have given the same extra values.
 
     Args:
-        leaves_by_rank: the result of :func:`_list_leaves` for the extra values of each rank.
+        texts_by_rank: for each rank, the text and the digest of each value.
 
     Raises:
-        CheckpointError: on every rank, with the values that differ.
+        CheckpointError: the values of some ranks differ, or are not given on all ranks.
     """
     problems = []
-    for leaf in dict.fromkeys(chain.from_iterable(leaves_by_rank)):
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, leaves in enumerate(leaves_by_rank):
-            ranks_by_value.setdefault(leaves.get(leaf, "not given"), []).append(rank)
+    for key in dict.fromkeys(chain.from_iterable(texts_by_rank)):
+        ranks_by_value: dict[tuple[str, int], list[int]] = {}
+        for rank, texts in enumerate(texts_by_rank):
+            ranks_by_value.setdefault(texts.get(key, ("not given", 0)), []).append(rank)
         if len(ranks_by_value) > 1:
-            values = [f"{text} on {format_ranks(ranks)}" for text, ranks in ranks_by_value.items()]
-            problems.append(f"{leaf} is {format_items(values, 4)}")
+            values = [f"{text} on {format_ranks(ranks)}" for (text, _), ranks in ranks_by_value.items()]
+            problems.append(f"{key} is {format_items(values, 4)}")
     if problems:
         raise CheckpointError(
             f"the extra values differ between ranks: {format_items(problems, 4)}; give every rank "
@@ -190,29 +188,34 @@ def _check_extra_equal(leaves_by_rank: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _list_leaves(path: str, value: Any) -> dict[str, str]:
-    """Return the values in nested dicts and lists by their paths, as short texts that differ."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    leaves: dict[str, str] = {}
-    for key, item in items:
-        leaves |= _list_leaves(f"{path}[{key!r}]", item)
-    text = repr(value)
-    if not isinstance(value, str | int | float | None) or len(text) > _SHORT_TEXT:
-        text = f"{text[:_SHORT_TEXT]} ({digest(value):x})"
-    return leaves or {path: text}
+def check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> None:
+    """Check that parameters of one name are one weight, on replicas and on pipeline stages.
 
+    Collective: every rank must call it.
 
-def _check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> None:
-    """Check that parameters of one name are one weight. Collective: every rank must call it.
+    Args:
+        state: this rank's collected state.
+        mesh: the mesh.
+        aliases: the aliases of parameters on any rank, and the names that they are saved under.
 
     Raises:
         CheckpointError: on every rank that compares them, they differ.
     """
-    problems = _find_unequal_stages(state, mesh, aliases)
+    problems = []
+    if "pp" in mesh.layout and mesh.size("pp") > 1:
+        group = mesh.group("pp")
+        params = {aliases.get(name, name): param for name, param in state.params.items()}
+        counts = Counter(chain.from_iterable(all_gather_object(group, list(params))))
+        entries = []
+        for name, param in params.items():
+            if counts[name] > 1:
+                entries.append(Entry("weights", name, param.detach(), to_local(param).numel(), LENIENT))
+        for _, name in find_differences(entries, group, mesh.device):
+            problems.append(
+                f"{name!r} has other values on other stages, and a checkpoint has one tensor of each "
+                "name. The name of a layer has its number in the full model (training.stage_layers), "
+                "and tied weights are equal"
+            )
     try:
         # It communicates, so no rank may raise an error before.
         compare_weights(list(chain.from_iterable(map(nn.Module.parameters, state.modules))), mesh)
@@ -220,30 +223,6 @@ def _check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -
         problems.extend(error.problems)
     if problems:
         raise CheckpointError(*problems)
-
-
-def _find_unequal_stages(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> list[str]:
-    """Return a message for each parameter that has other values on another pipeline stage.
-
-    Collective: every rank of the mesh must call it.
-    """
-    if "pp" not in mesh.layout or mesh.size("pp") == 1:
-        return []
-    group = mesh.group("pp")
-    params = {aliases.get(name, name): param for name, param in state.params.items()}
-    counts = Counter(chain.from_iterable(all_gather_object(group, list(params))))
-    entries = []
-    for name, param in params.items():
-        if counts[name] > 1:
-            entries.append(Entry("weights", name, param.detach(), to_local(param).numel(), LENIENT))
-    problems = []
-    for _, name in find_differences(entries, group, mesh.device):
-        problems.append(
-            f"{name!r} has other values on other stages, and a checkpoint has one tensor of each "
-            "name. The name of a layer has its number in the full model (training.stage_layers), "
-            "and tied weights are equal"
-        )
-    return problems
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
