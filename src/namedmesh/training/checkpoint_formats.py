@@ -49,7 +49,6 @@ class Checkpoint(NamedTuple):
         extra: the extra values.
         layout: the sizes of the axes and the first rank; None without a mesh.
         run: the run that it belongs to; None if it belongs to no run.
-        is_own: whether namedmesh has written it.
         is_pretrained: whether it is in Hugging Face's format.
     """
 
@@ -62,7 +61,6 @@ class Checkpoint(NamedTuple):
     extra: dict[str, Any] = {"step": 0}  # noqa: RUF012
     layout: tuple[dict[str, int], int] | None = None
     run: str | None = None
-    is_own: bool = False
     is_pretrained: bool = False
 
     def plan_reads(self, targets: Mapping[str, Any], sources: Mapping[str, str]) -> dcp.LoadPlan:
@@ -163,7 +161,7 @@ def _make_own(path: Path, metadata: dcp.Metadata, table: Mapping[str, Any]) -> C
             if owner is not None:
                 owners[name] = owner
     about = {key: table[key] for key in ("copies", "extra", "layout", "run")}
-    return Checkpoint(path, metadata, entries, owners, Names(*table["names"]), is_own=True, **about)
+    return Checkpoint(path, metadata, entries, owners, Names(*table["names"]), **about)
 
 
 def _make_foreign(path: Path, metadata: dcp.Metadata, names: Collection[str]) -> Checkpoint:
@@ -260,7 +258,7 @@ def _read_model(source: Path, target: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in checkpoint.entries.items():
         key = name.removeprefix("model.")
-        stored = checkpoint.metadata.state_dict_metadata[entry]
+        stored: Any = checkpoint.metadata.state_dict_metadata[entry]
         # Extra states are bytes, and a tied weight has one name in this format.
         is_tensor = isinstance(stored, dcp.TensorStorageMetadata)
         if key != name and is_tensor and key not in checkpoint.names.aliases:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh.errors import CheckpointError
 from namedmesh.layout import Layout
-from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import to_local
 from namedmesh.training import seeds
-from namedmesh.training.checkpoint_formats import Checkpoint, read_checkpoint
+from namedmesh.training.checkpoint_formats import Checkpoint
 from namedmesh.training.checkpoint_names import (
     GRADIENT,
     GROUPS,
@@ -29,7 +26,7 @@ from namedmesh.training.checkpoint_names import (
     get_kind,
     name_copy,
 )
-from namedmesh.training.checkpoint_ranks import CheckpointRanks, group_by_rank
+from namedmesh.training.checkpoint_ranks import group_by_rank
 from namedmesh.training.checkpoint_state import State
 from namedmesh.training.checkpoint_storage import Progress
 
@@ -63,8 +60,6 @@ class Matching:
 
     Attributes:
         loaded: the extra values of the checkpoint, and the names that are not loaded on any rank.
-        sources: for each entry here, the entry of the checkpoint.
-        targets: for each entry here, the tensor that it is read into; None for another object.
     """
 
     def __init__(
@@ -78,8 +73,10 @@ class Matching:
         select: Callable[[str], bool] | None = None,
     ) -> None:
         self.loaded = Loaded(checkpoint.extra)
-        self.sources: dict[str, str] = {}
-        self.targets: dict[str, Any] = {}
+        # For each entry here, the entry of the checkpoint, and the tensor that it is read into.
+        self._sources: dict[str, str] = {}
+        self._targets: dict[str, Any] = {}
+        self._plan = dcp.LoadPlan([])
         self._state = state
         self._here = here
         self._checkpoint = checkpoint
@@ -100,20 +97,26 @@ class Matching:
         # The saved groups of each group that has parameters on any rank, and the options to load.
         self._groups: dict[int, list[int]] = {}
         self._options: dict[int, dict[str, Any]] = {}
+        self._missing: dict[str, None] = {}  # the names in the model that are not loaded
+
+    def _compare_names(self) -> None:
+        """Find the names that only the model or only the checkpoint has, and the groups."""
+        here = self._here
         unused = self._share_entries(self._saved.params.keys() & self._entries_of.keys())
-        self._missing: dict[str, None] = {}
         for key in here.model:
-            if not (self._select(key) and (strict or f"model.{key}" in self._entries)):
+            if not (self._select(key) and (self._strict or f"model.{key}" in self._entries)):
                 self._missing[key] = None
         known = here.model.keys() | here.aliases.keys() | self._saved.aliases.keys()
         self.loaded.missing_keys = list(self._missing)
         self.loaded.unexpected_keys = []
-        for name in sorted(checkpoint.entries):
+        for name in sorted(self._checkpoint.entries):
             key = name.removeprefix("model.")
             if key != name and key not in known and self._select(key):
                 self.loaded.unexpected_keys.append(key)
         unused -= {*self._missing, *self.loaded.unexpected_keys}
-        self.loaded.unused_optimizer_keys = sorted(filter(self._select, unused)) if state.optimizers else []
+        self.loaded.unused_optimizer_keys = []
+        if self._state.optimizers:
+            self.loaded.unused_optimizer_keys = sorted(filter(self._select, unused))
         for name, group in here.params.items():
             if name in self._saved.params and name not in self._missing:
                 self._groups.setdefault(group, []).append(self._saved.params[name])
@@ -144,7 +147,8 @@ class Matching:
         return unused
 
     def find_problems(self) -> list[str]:
-        """Fill ``sources`` and ``targets``, and return the problems of this rank."""
+        """Match the entries of this rank, and return the problems. Does not communicate."""
+        self._compare_names()
         for name in self._state.values:
             is_missing = name.removeprefix("model.") in self._missing
             if get_kind(name) in {"model", "data", "random"} and not is_missing:
@@ -186,8 +190,8 @@ class Matching:
         source = self._entries.get(self._find_copy(saved_name)) if self._is_valid(saved_name) else None
         message = MISSING.get(get_kind(name))
         if source is not None:
-            self.sources[name] = source
-            self.targets[name] = self._find_target(name, saved_name)
+            self._sources[name] = source
+            self._targets[name] = self._find_target(name, saved_name)
         elif message and not (self._checkpoint.is_pretrained and name.endswith("_extra_state")):
             # Hugging Face's checkpoints have no extra states.
             self._add_problem(name, message.format(self._label))
@@ -275,7 +279,7 @@ class Matching:
         Returns:
             The current tensor of that name, or a new one; None if the entry is not a tensor.
         """
-        saved = self._checkpoint.metadata.state_dict_metadata[self.sources[name]]
+        saved = self._checkpoint.metadata.state_dict_metadata[self._sources[name]]
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return None
         shape, dtype = tuple(saved.size), saved.properties.dtype
@@ -326,7 +330,7 @@ class Matching:
 
     def _find_optimizer_entries(self) -> None:
         """Find the entries for the optimizers, and record why one cannot resume from them."""
-        if not self._saved.params and not self._checkpoint.is_own:
+        if not self._saved.params:
             problem = "has no optimizer that namedmesh saved; load it without the optimizer"
             self._names_by_problem[problem] = [self._label]
             return
@@ -346,7 +350,7 @@ class Matching:
             self._find_optimizer(number)
 
     def _check_options(self, name: str, group: int) -> None:
-        """Record if a parameter had an optimizer of another class, or other options than its group."""
+        """Record if a parameter had an optimizer of another class, or other options."""
         classes, options = self._saved.groups[self._saved.params[name]]
         own_classes, _ = self._state.names.groups[group]
         if own_classes[0] not in classes and classes[0] not in own_classes:
@@ -358,7 +362,7 @@ class Matching:
             self._add_problem(f"model.{name}", f"{problem} {self._label}; group them as they were")
 
     def _find_optimizer(self, number: int) -> None:
-        """Find the options of the groups of an optimizer, and its state that belongs to no parameter.
+        """Find the options of an optimizer, and its state that belongs to no parameter.
 
         Args:
             number: the position of the optimizer here.
@@ -381,12 +385,18 @@ class Matching:
             # The state of several optimizers cannot be merged.
             self._add_problem(name, MISSING["optimizers"].format(self._label))
 
-    def check_tied_equal(self) -> None:
-        """Check that the two saved tensors of a parameter that is tied now are equal. Local.
+    def check(self, progress: Progress) -> None:
+        """Check all bytes that this rank will read, and that tied weights are equal.
+
+        Args:
+            progress: counts the bytes.
 
         Raises:
-            CheckpointError: the two tensors differ.
+            CorruptedError: a file is missing, or failed its checksum.
+            CheckpointError: two weights that are tied here differ.
         """
+        self._plan = self._checkpoint.plan_reads(self._targets, self._sources)
+        self._checkpoint.check(self._plan, progress)
         problems = []
         entries = self._checkpoint.entries
         for alias, name in self._here.aliases.items():
@@ -397,7 +407,9 @@ class Matching:
                 continue
             saved: Any = self._checkpoint.metadata.state_dict_metadata[sources[name]]
             both = {key: torch.empty_like(param, dtype=saved.properties.dtype) for key in sources}
-            self._checkpoint.read(self._checkpoint.plan_reads(both, sources), both)
+            plan = self._checkpoint.plan_reads(both, sources)
+            self._checkpoint.check(plan, progress)
+            self._checkpoint.read(plan, both)
             if not torch.equal(to_local(both[name]), to_local(both[alias])):
                 problems.append(
                     f"{name!r} and {alias!r} are tied here, and are two different weights in "
@@ -406,47 +418,13 @@ class Matching:
         if problems:
             raise CheckpointError(*problems)
 
-    def apply(self) -> None:
-        """Give values that were not read in place to their owners."""
+    def fill(self) -> None:
+        """Read the entries, and give those that are not read in place to their owners. Local."""
+        self._checkpoint.read(self._plan, self._targets)
         params = self._saved.params.keys() - self._missing.keys()
-        self._state.apply(self.targets, self._owners, params, self._options)
+        self._state.apply(self._targets, self._owners, params, self._options)
 
 
 def _describe(tensor: Tensor) -> tuple[Any, ...]:
     """Return the properties in which a tensor must be equal to be filled instead of another."""
     return type(tensor), tensor.dtype, tensor.shape, getattr(tensor, "placements", None)
-
-
-def load_objects(
-    path: Path, mesh: NamedMesh | None, objects: tuple[Any, ...], **options: Any
-) -> tuple[Loaded, str | None]:
-    """Load a checkpoint, and return its extra values and its run.
-
-    Collective: every rank of the mesh must call it, after :meth:`CheckpointRanks.begin`.
-
-    Args:
-        path: as for :func:`load`.
-        mesh: as for :func:`load`.
-        objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
-        **options: the options of :class:`Matching`.
-    """
-    ranks = CheckpointRanks.from_mesh(mesh, "load")
-    problem = f"the checkpoint {path} could not be read"
-    state = State(mesh, *objects)
-    here: Names = ranks.run_on_all_ranks(problem, state.collect, Names.merge)
-    checkpoint = ranks.run_on_rank0(problem, lambda: read_checkpoint(path, here.model.keys()))
-    matching = Matching(state, here, checkpoint, **options)
-    progress = Progress(f"loading {path}", is_shown=ranks.rank == 0)
-    ranks.run_on_all_ranks(problem, matching.find_problems, matching.raise_problems)
-    plan = checkpoint.plan_reads(matching.targets, matching.sources)
-    ranks.run_on_all_ranks(problem, partial(checkpoint.check, plan, progress))
-    ranks.run_on_all_ranks(problem, matching.check_tied_equal)
-
-    def read() -> None:
-        # Nothing has changed until here. An error after it may leave some values loaded.
-        checkpoint.read(plan, matching.targets)
-        progress.end()
-
-    ranks.run_on_all_ranks(problem, read)
-    ranks.run_on_all_ranks(problem, matching.apply)
-    return matching.loaded, checkpoint.run

@@ -1,4 +1,4 @@
-"""The names of a checkpoint's entries, and what a rank tells the others about its own.
+"""The names of a checkpoint's entries, and the values that can be entries.
 
 The names of entries are
 
@@ -217,11 +217,10 @@ register_optimizer_step_post_hook(_note_step)
 
 def _find_first_gradient(optimizer: Optimizer) -> Tensor | None:
     """Return the first gradient of an optimizer; None if it has none."""
-    for param_group in optimizer.param_groups:
-        for param in param_group["params"]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
             if param.grad is not None:
-                grad: Tensor = param.grad
-                return grad
+                return param.grad  # type: ignore[no-any-return]
     return None
 
 

@@ -19,13 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from namedmesh._internal import agree_on_call, get_groups
 from namedmesh._torch import make_dcp_wrapper
-from namedmesh.errors import (
-    AgreementError,
-    CheckpointError,
-    NamedMeshError,
-    format_ranks,
-    print_in_one_line,
-)
+from namedmesh.errors import AgreementError, CheckpointError, NamedMeshError, format_ranks, print_in_one_line
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.training.checkpoint_storage import CorruptedError
@@ -170,10 +164,7 @@ class CheckpointRanks:
             saving.result()
 
     def run_on_all_ranks(
-        self,
-        problem: str,
-        function: Callable[[], Any],
-        merge: Callable[[list[Any]], Any] = list,
+        self, problem: str, function: Callable[[], Any], merge: Callable[[list[Any]], Any] = list
     ) -> Any:
         """Call a function on every rank, merge the results on rank 0, and broadcast the result.
 

@@ -1,4 +1,4 @@
-"""Saving: the ranks compare their values, and DCP writes them, at once or in the background."""
+"""Saving: the ranks compare their values, and DCP writes them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Save:
         layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
         # What rank 0 writes about the checkpoint: the table and the manifest of pack_metadata().
         self._table: dict[str, Any] = {}
-        self._manifest = {"layout": layout, "run": run}
+        self._manifest: dict[str, Any] = {"layout": layout, "run": run}
         self._lock: Lock | None = None  # only rank 0 has one, until the end of the save
         self._future = SaveFuture()
         self._future.set_running_or_notify_cancel()  # it cannot be canceled from now on
@@ -97,7 +97,7 @@ class Save:
         return self._future
 
     def _collect(self) -> tuple[Any, ...]:
-        """Collect the state of this rank, and return what the ranks compare."""
+        """Collect the state of this rank, and return the summaries that the ranks compare."""
         state = self._state
         state.collect()
         state.check_gradients()
@@ -159,7 +159,7 @@ class Save:
         progress.end()
 
     def _finish(self) -> None:
-        """Remove what a complete checkpoint replaces. DCP calls it on rank 0."""
+        """Remove the files that the checkpoint replaces. DCP calls it on rank 0."""
         remove_leftovers(self._path)
         self._on_finish()
 
@@ -175,11 +175,16 @@ def check_extra_equal(texts_by_rank: Sequence[Mapping[str, tuple[str, int]]]) ->
     """
     problems = []
     for key in dict.fromkeys(chain.from_iterable(texts_by_rank)):
-        ranks_by_value: dict[tuple[str, int], list[int]] = {}
+        text_by_digest: dict[int, str] = {}
+        ranks_by_digest: dict[int, list[int]] = {}
         for rank, texts in enumerate(texts_by_rank):
-            ranks_by_value.setdefault(texts.get(key, ("not given", 0)), []).append(rank)
-        if len(ranks_by_value) > 1:
-            values = [f"{text} on {format_ranks(ranks)}" for (text, _), ranks in ranks_by_value.items()]
+            text, at = texts.get(key, ("not given", 0))
+            text_by_digest.setdefault(at, text)
+            ranks_by_digest.setdefault(at, []).append(rank)
+        if len(ranks_by_digest) > 1:
+            values = [
+                f"{text_by_digest[at]} on {format_ranks(ranks)}" for at, ranks in ranks_by_digest.items()
+            ]
             problems.append(f"{key} is {format_items(values, 4)}")
     if problems:
         raise CheckpointError(

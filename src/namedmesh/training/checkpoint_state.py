@@ -12,11 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from namedmesh._torch import (
-    has_unsharded_gradients,
-    replace_local_tensor,
-    runs_code_on_load,
-)
+from namedmesh._torch import has_unsharded_gradients, replace_local_tensor, runs_code_on_load
 from namedmesh.errors import CheckpointError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import find_plain_shard, to_local
@@ -193,13 +189,11 @@ class State:
         """
         named = self._named_parameters(optimizer)
         if unknown := [tuple(param.shape) for name, param in named if not name]:
-            problem = (
-                f"the optimizer has parameters of shape {format_items(unknown)} that are not in the model"
+            raise CheckpointError(
+                f"the optimizer has parameters of shape {format_items(unknown)} that are not in the "
+                "model; create it from the current parameters of the model, after parallelize() and "
+                "fully_shard()"
             )
-            remedy = (
-                "create it from the current parameters of the model, after parallelize() and fully_shard()"
-            )
-            raise CheckpointError(f"{problem}; {remedy}")
         state_dict = optimizer.state_dict()
         own = {key: value for key, value in state_dict.items() if key not in {"state", "param_groups"}}
         for index, values in state_dict["state"].items():
@@ -403,13 +397,13 @@ class State:
 
 def _make_wrapper_remover(module: nn.Module) -> Callable[[str], str]:
     """Return a function that removes the prefixes of DDP and other wrappers from a key."""
-    prefixes = []  # of the modules that DDP wraps
+    wrapped = []  # the names of the modules that are DDP's
     for name, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, DistributedDataParallel):
-            prefixes.append(f"{name}." if name else "")
+            wrapped.append(f"{name}." if name else "")
 
     def remove_wrappers(key: str) -> str:
-        for prefix in reversed(prefixes):  # inner ones first: their names contain the outer ones
+        for prefix in reversed(wrapped):  # inner ones first: their names contain the outer ones
             if key.startswith(f"{prefix}module."):
                 key = prefix + key.removeprefix(f"{prefix}module.")
         return seeds.strip_wrapper_names(key)

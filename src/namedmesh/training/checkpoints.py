@@ -22,11 +22,12 @@ from namedmesh.training.checkpoint_folders import (
     remove_leftovers,
 )
 from namedmesh.training.checkpoint_formats import read_checkpoint
-from namedmesh.training.checkpoint_loading import Loaded, load_objects
+from namedmesh.training.checkpoint_loading import Loaded, Matching
+from namedmesh.training.checkpoint_names import Names
 from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
 from namedmesh.training.checkpoint_saving import Save
-from namedmesh.training.checkpoint_state import Model, Optimizers
-from namedmesh.training.checkpoint_storage import CorruptedError
+from namedmesh.training.checkpoint_state import Model, Optimizers, State
+from namedmesh.training.checkpoint_storage import CorruptedError, Progress
 
 _NAME = re.compile(r"step-\d+")
 
@@ -158,6 +159,34 @@ def load(
     CheckpointRanks.from_mesh(mesh, "load").begin("load", path)
     objects = (model, optimizer, data)
     return load_objects(path, mesh, objects, cast=cast, strict=strict, select=select)[0]
+
+
+def load_objects(
+    path: Path, mesh: NamedMesh | None, objects: tuple[Any, ...], **options: Any
+) -> tuple[Loaded, str | None]:
+    """Load a checkpoint, and return its extra values and its run.
+
+    Collective: every rank of the mesh must call it, after :meth:`CheckpointRanks.begin`.
+
+    Args:
+        path: as for :func:`load`.
+        mesh: as for :func:`load`.
+        objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
+        **options: the options of :class:`Matching`.
+    """
+    ranks = CheckpointRanks.from_mesh(mesh, "load")
+    problem = f"the checkpoint {path} could not be read"
+    state = State(mesh, *objects)
+    here: Names = ranks.run_on_all_ranks(problem, state.collect, Names.merge)
+    checkpoint = ranks.run_on_rank0(problem, lambda: read_checkpoint(path, here.model.keys()))
+    matching = Matching(state, here, checkpoint, **options)
+    progress = Progress(f"loading {path}", is_shown=ranks.rank == 0)
+    ranks.run_on_all_ranks(problem, matching.find_problems, matching.raise_problems)
+    ranks.run_on_all_ranks(problem, lambda: matching.check(progress))
+    # Nothing has changed until here. An error after it may leave some values loaded.
+    ranks.run_on_all_ranks(problem, matching.fill)
+    progress.end()
+    return matching.loaded, checkpoint.run
 
 
 class CheckpointManager:

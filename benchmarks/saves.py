@@ -1,7 +1,7 @@
 """The processor's time of saves and loads, beside torch.distributed.checkpoint (DCP) with the same tensors.
 
-$ python benchmarks/checkpoints.py            # 1,200 small tensors on one and two ranks
-$ python benchmarks/checkpoints.py --megabytes 64
+$ python benchmarks/saves.py            # 1,200 small tensors on one and two ranks
+$ python benchmarks/saves.py --megabytes 64
 
 The second command saves and loads few large tensors.
 """
