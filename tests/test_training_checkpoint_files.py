@@ -33,7 +33,7 @@ from namedmesh import training
 from namedmesh.compat import megatron
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_saving, checkpoint_storage, seeds
-from namedmesh.training.checkpoint_ranks import CheckpointRanks, copy_into_buffer
+from namedmesh.training.checkpoint_ranks import CheckpointRanks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,21 +165,6 @@ def test_a_background_save_uses_the_device_of_the_rank(tmp_path: Path) -> None:
     run_ranks(2, save_in_background_on_fake_gpus, tmp_path)
 
 
-def test_tensors_of_any_dtype_share_one_buffer() -> None:
-    tensors = {
-        "scalar": torch.tensor(1.5, dtype=torch.float64),
-        "bytes": torch.arange(7, dtype=torch.uint8),
-        "empty": torch.empty(0, 3),
-        "transposed": torch.arange(6.0).view(2, 3).t(),
-        "complex": torch.ones(3, dtype=torch.complex64) * 2j,
-        "half": torch.ones(5, dtype=torch.bfloat16),
-    }
-    copies = copy_into_buffer(tensors, torch.empty(64 * len(tensors), dtype=torch.uint8))
-    for name, tensor in tensors.items():
-        assert torch.equal(copies[name], tensor)
-        assert copies[name].dtype == tensor.dtype
-
-
 @pytest.mark.gpu
 def test_background_saves_copy_to_pinned_memory_and_reuse_it(tmp_path: Path) -> None:
     with mesh_of_one_gpu(tmp_path) as mesh:
@@ -196,9 +181,8 @@ def test_background_saves_copy_to_pinned_memory_and_reuse_it(tmp_path: Path) -> 
                 for parameter in model.parameters():
                     parameter.fill_(-1)  # while it is written
             saved.result()
-            assert ranks.pinned is not None
-            assert ranks.pinned.is_pinned()
-            places.append(ranks.pinned.data_ptr())
+            assert all(tensor.is_pinned() for tensor in ranks.pinned.values())
+            places.append({name: tensor.data_ptr() for name, tensor in ranks.pinned.items()})
         assert places[0] == places[1]
         training.load(tmp_path / "1", mesh, other)
         assert all((full_tensor(parameter) == 1).all() for parameter in other.parameters())
@@ -360,31 +344,33 @@ def test_latest_ignores_checkpoints_that_another_job_removes_or_replaces(
     assert not left
 
 
-def test_checkpoints_of_namedmesh_0_3_are_loaded_and_the_run_continues(tmp_path: Path) -> None:
+def test_converted_checkpoints_of_namedmesh_0_3_are_loaded_and_the_run_continues(tmp_path: Path) -> None:
     """The fixture was written by namedmesh 0.3 on two ranks: make_constant_job(3), and a buffer that differs."""
-    shutil.copytree(Path(__file__).parent / "checkpoint_0_3", tmp_path / "run")
+    tests = Path(__file__).parent
+    old, new = tests / "checkpoint_0_3" / "step-000007", tmp_path / "run" / "step-000007"
+    converter = tests.parent / "examples" / "migrate" / "checkpoints_0_3.py"
+
+    def convert(source: Path, target: Path) -> str:
+        words: list[Any] = [sys.executable, converter, source, target]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        return done.stderr if done.returncode else ""
+
     model, optimizer = make_constant_job(0)
     model.register_buffer("seen", torch.zeros(2))
+    message = error_of(lambda: training.load(old, None, model))
+    assert f"{old} was written by namedmesh 0.3 or before; convert" in message
+    assert convert(old, new) == ""
     run = training.CheckpointManager(tmp_path / "run", None, keep=1)
-    assert run.latest() == tmp_path / "run" / "step-000007"
+    assert run.latest() == new
     assert run.resume_or_start(model, optimizer) == {"step": 7, "note": "kept"}
     assert distinct_values(model, optimizer) == {3.0, 0.0}  # the buffer of rank 0
     assert optimizer.param_groups[0]["lr"] == 0.1
-    training.save(
-        tmp_path / "run" / "step-000007", None, model, optimizer, step=7, note="new"
-    )  # it is replaced
-    assert training.load(tmp_path / "run" / "step-000007", None, model, optimizer) == {
-        "step": 7,
-        "note": "new",
-    }
-    assert len(list_files(tmp_path / "run" / "step-000007")) == 1
-    manifest = tmp_path / "run" / "older" / "namedmesh.pt"
+    run.save(8, model, optimizer)
+    assert list_files(tmp_path / "run") == ["step-000008"]
+    manifest = tmp_path / "older" / "namedmesh.pt"
     manifest.parent.mkdir()
     torch.save({"data": "data-0"}, manifest)
-    message = error_of(lambda: training.load(manifest.parent, None, model))
-    assert message == (
-        f"CheckpointError: {manifest.parent} was written before namedmesh 0.3; save it again with namedmesh 0.3"
-    )
+    assert "was written before namedmesh 0.3: save it again with 0.3" in convert(manifest.parent, new)
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's count of read bytes")

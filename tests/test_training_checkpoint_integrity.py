@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from namedmesh import training
 from namedmesh.errors import CheckpointError
-from namedmesh.training.checkpoint_metadata import read_manifest
+from namedmesh.training.checkpoint_storage import read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,9 +221,11 @@ def rewrite_metadata(path: Path, change: Callable[[Any], object]) -> None:
     pickled = (
         changed if isinstance(changed, bytes) else pickle.dumps(metadata if changed is None else changed)
     )
-    text = json.dumps(manifest | {"metadata": zlib.crc32(pickled)}).encode()
+    table = contents[manifest["table"] : manifest["start"]]
+    checked = {"table": len(pickled), "checksum": zlib.crc32(pickled + table)}
+    text = json.dumps(manifest | checked).encode()
     magic = b"namedmesh 1\n"
-    file.write_bytes(pickled + text + struct.pack(">II", len(text), zlib.crc32(text)) + magic)
+    file.write_bytes(pickled + table + text + struct.pack(">II", len(text), zlib.crc32(text)) + magic)
 
 
 def return_value(value: object, _: object) -> object:

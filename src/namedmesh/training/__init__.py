@@ -1,8 +1,7 @@
 """Tools for the training loop: small functions over torch and a mesh."""
 
 from namedmesh.training.checkpoint_formats import to_pretrained
-from namedmesh.training.checkpoint_manager import CheckpointManager
-from namedmesh.training.checkpoints import load, save
+from namedmesh.training.checkpoints import CheckpointManager, load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import check_same_batch, sampler_kwargs

@@ -14,13 +14,7 @@ from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
 from namedmesh.errors import CheckpointError, format_items
-from namedmesh.training.checkpoint_formats import OLD_FOLDER, OLD_MANIFEST_NAME, read_old_manifest
-from namedmesh.training.checkpoint_metadata import (
-    DATA_FILE,
-    METADATA_NAME,
-    CorruptedError,
-    read_manifest,
-)
+from namedmesh.training.checkpoint_storage import DATA_FILE, METADATA_NAME, CorruptedError, read_manifest
 
 _LOCK_NAME = ".namedmesh.lock"
 
@@ -30,7 +24,7 @@ class CheckpointEntry(NamedTuple):
 
     Attributes:
         path: the folder of the checkpoint.
-        order: the position in the order in which checkpoints were finished. A corrupted checkpoint
+        order: the position in the order in which checkpoints were saved. A corrupted checkpoint
             comes after all others.
         files: the size of each file with data; None if the checkpoint is corrupted.
         run: the run that it belongs to; None if it belongs to no run.
@@ -44,92 +38,68 @@ class CheckpointEntry(NamedTuple):
     error: CorruptedError | None = None
 
 
-def find_description(path: Path) -> Path | None:
-    """Return the file that makes a folder a complete checkpoint, or None.
+def is_complete(path: Path) -> bool:
+    """Return whether a folder has the file that makes it a complete checkpoint.
 
     Raises:
         OSError: the file system cannot tell, for example because of an I/O error.
     """
-    for name in (METADATA_NAME, OLD_MANIFEST_NAME):
-        try:  # is_file() of Python 3.14 returns False for every error
-            (path / name).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        return path / name
-    return None
+    try:  # is_file() of Python 3.14 returns False for every error
+        (path / METADATA_NAME).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def read_entry(path: Path) -> CheckpointEntry | None:
     """Return the entry of a checkpoint; None if there is no complete checkpoint of namedmesh."""
-    description = find_description(path)
     try:
-        if description is None:
-            return None
-        if description.name == METADATA_NAME:
-            manifest = read_manifest(path)
-        else:
-            manifest = read_old_manifest(path)
-            folder = manifest["data"]
-            manifest["files"] = {f"{folder}/{name}": size for name, size in manifest["files"].items()}
+        manifest = read_manifest(path) if is_complete(path) else None
     except FileNotFoundError:  # another job has removed it in the meantime
         return None
     except CorruptedError as error:
         return CheckpointEntry(path, order=float("inf"), error=error)
-    if manifest is None:  # another program's
+    if manifest is None:
         return None
     return CheckpointEntry(path, manifest["order"], manifest["files"], manifest["run"])
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointEntry]:
-    """Return the checkpoints in a directory, in the order in which they were finished."""
+    """Return the checkpoints in a directory, in the order in which they were saved."""
     entries = [read_entry(path) for path in sorted(directory.glob("*"))]
     return sorted(filter(None, entries), key=lambda entry: entry.order)
 
 
-def find_next_order(directory: Path) -> int:
-    """Return the position of the next checkpoint in a directory."""
-    orders = [int(entry.order) for entry in list_checkpoints(directory) if entry.error is None]
-    return max(orders, default=0) + 1
-
-
 def find_latest(directory: Path) -> Path | None:
-    """Return the checkpoint that was finished last, among those that have all of their files.
+    """Return the checkpoint that was saved last, among those that have all of their files.
 
     It warns about each corrupted checkpoint that it skips.
     """
     for entry in reversed(list_checkpoints(directory)):
-        problem: object = entry.error
-        if problem is None:
-            # Sizes are enough here: the checksums of large files take long, and load() checks them.
-            incomplete = _find_incomplete_files(entry)
-            current = read_entry(entry.path)
-            if incomplete and current != entry:
-                return find_latest(directory)  # another job has replaced or removed it in the meantime
-            if not incomplete:
-                return entry.path
-            problem = f"{entry.path}: {format_items(incomplete, 4)} is missing or has another size"
+        # Sizes are enough here: the checksums of large files take long, and load() checks them.
+        incomplete = []
+        for name, size in (entry.files or {}).items():
+            file = entry.path / name
+            if not file.is_file() or file.stat().st_size != size:
+                incomplete.append(name)
+        if entry.error is None and not incomplete:
+            return entry.path
+        if incomplete and read_entry(entry.path) != entry:
+            return find_latest(directory)  # another job has replaced or removed it in the meantime
+        problem = entry.error or f"{entry.path}: {format_items(incomplete, 4)} is missing or has another size"
         warnings.warn(f"skipped: {problem}", stacklevel=2)
     return None
-
-
-def _find_incomplete_files(entry: CheckpointEntry) -> list[str]:
-    """Return the names of the files of a checkpoint that are missing or have another size."""
-    incomplete = []
-    for name, size in (entry.files or {}).items():
-        file = entry.path / name
-        if not file.is_file() or file.stat().st_size != size:
-            incomplete.append(name)
-    return incomplete
 
 
 # --- writing and removing ---
 
 
-def prepare_folder(target: Path) -> Lock:
+def prepare_folder(target: Path) -> tuple[Lock, int]:
     """Make and lock the folder of a checkpoint, and remove leftovers there.
 
     Returns:
-        The lock, which the save keeps until it has finished.
+        The lock, which the save keeps until it has finished, and the position of the checkpoint in
+        the order of those in the directory.
 
     Raises:
         CheckpointError: another job saves there; it is a symbolic link; or it has files of other
@@ -143,9 +113,10 @@ def prepare_folder(target: Path) -> Lock:
     lock = Lock.acquire(target)
     remove_leftovers(target)
     others = [file for file in target.iterdir() if file.name != _LOCK_NAME]
-    if others and find_description(target) is None:
+    if others and not is_complete(target):
         raise CheckpointError(f"{target} exists and is not a namedmesh checkpoint; give another path")
-    return lock
+    orders = [int(entry.order) for entry in list_checkpoints(target.parent) if entry.error is None]
+    return lock, max(orders, default=0) + 1
 
 
 def remove_leftovers(path: Path) -> None:
@@ -157,47 +128,30 @@ def remove_leftovers(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         return
     entry = read_entry(path)
-    is_foreign = entry is None and find_description(path) is not None
-    if is_foreign or (entry is not None and entry.files is None):
+    if (entry is None and is_complete(path)) or (entry is not None and entry.error):
         return
-    leftovers = _list_leftovers(path, entry)
-    has_stale_lock = entry is None and (path / _LOCK_NAME).exists()
-    if leftovers or has_stale_lock:
+    kept = {} if entry is None else entry.files or {}
+    leftovers = [file for file in path.iterdir() if DATA_FILE.fullmatch(file.name) and file.name not in kept]
+    leftovers += path.glob(f"{METADATA_NAME}.tmp")
+    # The lock of a process that was killed is a leftover, too: to acquire and release removes it.
+    if leftovers or (entry is None and (path / _LOCK_NAME).exists()):
         try:
             lock = Lock.acquire(path)
         except CheckpointError:
             return
-        for name in leftovers:
-            if (path / name).is_dir() and not (path / name).is_symlink():
-                shutil.rmtree(path / name, ignore_errors=True)
-            else:
-                (path / name).unlink(missing_ok=True)
+        for file in leftovers:
+            file.unlink(missing_ok=True)
         del lock  # with its file, unless a save of this process holds it
     if entry is None:
         with suppress(OSError):  # it has other files, or does not exist
             path.rmdir()
 
 
-def _list_leftovers(path: Path, entry: CheckpointEntry | None) -> list[str]:
-    """Return the names of files of saves that the checkpoint in a folder does not have."""
-    kept = set() if entry is None or entry.files is None else {name.split("/")[0] for name in entry.files}
-    # An old checkpoint has its manifest, and DCP's metadata in the folder with the tensors.
-    is_old = any(map(OLD_FOLDER.fullmatch, kept))
-    leftovers = []
-    for name in sorted(file.name for file in path.iterdir()):
-        is_data = DATA_FILE.fullmatch(name) or OLD_FOLDER.fullmatch(name)
-        is_replaced = name == OLD_MANIFEST_NAME and entry is not None and not is_old
-        if (is_data and name not in kept) or is_replaced or name == f"{METADATA_NAME}.tmp":
-            leftovers.append(name)
-    return leftovers
-
-
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint, unless it is a symbolic link: it was moved to an archive then."""
     if not path.is_symlink():
         # The file that makes it complete goes first. An interrupted removal leaves no checkpoint.
-        while (description := find_description(path)) is not None:
-            description.unlink()
+        (path / METADATA_NAME).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
 

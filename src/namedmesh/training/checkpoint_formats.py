@@ -1,7 +1,7 @@
 """The formats of checkpoints that ``load`` reads, and the export to Hugging Face's.
 
-There are four formats: this release's, namedmesh 0.3's, any folder of torch.distributed.checkpoint
-(DCP), such as torchtitan's and Fabric's, and the safetensors of ``save_pretrained``.
+There are three formats: namedmesh's, any folder of torch.distributed.checkpoint (DCP), such as
+torchtitan's and Fabric's, and the safetensors of ``save_pretrained``.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
-import zlib
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from itertools import chain
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
 from namedmesh.errors import CheckpointError, format_items
-from namedmesh.training import checkpoint_metadata, seeds
-from namedmesh.training.checkpoint_metadata import MissingError
-from namedmesh.training.checkpoint_names import GROUPS, Options, find_owner
+from namedmesh.training import seeds
+from namedmesh.training.checkpoint_names import Names, find_owner
 from namedmesh.training.checkpoint_ranks import CheckpointRanks
-from namedmesh.training.checkpoint_storage import Progress, StorageReader, load_values
+from namedmesh.training.checkpoint_storage import (
+    METADATA_NAME,
+    Progress,
+    check_file_name,
+    check_places,
+    read_metadata,
+)
 
-OLD_MANIFEST_NAME = "namedmesh.pt"
-"""The manifest of checkpoints of namedmesh 0.3, which names the folder with their tensors."""
-OLD_FOLDER = re.compile(r"data-[0-9a-f]{16}")
+_OLD_MANIFEST_NAME = "namedmesh.pt"
 _INDEX = "model.safetensors.index.json"
 # The files of DCP's writer, which makes one file of weights.
 _WRITTEN = {"model-00001-of-00001.safetensors", _INDEX}
@@ -41,49 +41,84 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         path: the path that the caller gave.
-        folder: the folder with the files.
         metadata: DCP's metadata.
         entries: by the name that a :class:`State` has for an entry, its name in the metadata.
-        options: how parameters were optimized.
         owners: the parameter and the key of the entries of optimizers.
-        aliases: the further names of parameters, and the names that they are saved under.
+        names: the names of all ranks that saved it.
         copies: by entry, the number of the copy of each rank, if they differ.
-        local: the entries of optimizers that were plain tensors of sharded parameters.
         extra: the extra values.
         layout: the sizes of the axes and the first rank; None without a mesh.
         run: the run that it belongs to; None if it belongs to no run.
-        is_own: whether namedmesh has written it.
         is_pretrained: whether it is in Hugging Face's format.
     """
 
     path: Path
-    folder: Path
     metadata: dcp.Metadata
     entries: dict[str, str]
-    options: Options = Options({}, {})
     owners: dict[str, tuple[str, str]] = {}  # noqa: RUF012  never changed
-    aliases: dict[str, str] = {}  # noqa: RUF012
+    names: Names = Names.merge([])
     copies: dict[str, dict[int, int]] = {}  # noqa: RUF012
-    local: Collection[str] = ()
     extra: dict[str, Any] = {"step": 0}  # noqa: RUF012
     layout: tuple[dict[str, int], int] | None = None
     run: str | None = None
-    is_own: bool = False
     is_pretrained: bool = False
 
-    def make_reader(
-        self, before_read: Callable[[Callable[[], None]], object], progress: Progress
-    ) -> dcp.StorageReader:
-        """Return a storage reader.
+    def plan_reads(self, targets: Mapping[str, Any], sources: Mapping[str, str]) -> dcp.LoadPlan:
+        """Return the reads of this process.
 
         Args:
-            before_read: is called once, before a tensor is changed, with a function that checks the
-                bytes that this process will read.
-            progress: counts the bytes.
+            targets: by name, the tensor to read into; None for another object.
+            sources: by name, the entry in the metadata.
         """
-        if self.is_pretrained:
-            return _PretrainedReader(self.folder, self.metadata, before_read)
-        return StorageReader(self.folder, self.metadata, before_read, progress)
+        items = []
+        for name, target in targets.items():
+            source = sources[name]
+            for item in create_default_local_load_plan({source: target}, self.metadata).items:
+                if name != source:
+                    item = replace(item, dest_index=replace(item.dest_index, fqn=name))  # noqa: PLW2901
+                items.append(item)
+        return dcp.LoadPlan(items)
+
+    def check(self, plan: dcp.LoadPlan, progress: Progress) -> None:
+        """Check all bytes of a plan.
+
+        Args:
+            plan: the plan.
+            progress: counts the bytes.
+
+        Raises:
+            CorruptedError: a file is missing, or failed its checksum.
+        """
+        # Several items may be parts of one stored shard.
+        places = {}
+        for item in plan.items:
+            place = self.metadata.storage_data[item.storage_index]
+            places[id(place)] = place
+        check_places(self.path, places.values(), progress)
+
+    @torch.no_grad()
+    def read(self, plan: dcp.LoadPlan, targets: dict[str, Any]) -> None:
+        """Read the items of a plan.
+
+        Args:
+            plan: the plan.
+            targets: the tensors, which are filled, by name. Other objects are added.
+        """
+        reader_of = dcp.HuggingFaceStorageReader if self.is_pretrained else dcp.FileSystemReader
+        reader: Any = reader_of(str(self.path))
+        reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.state_dict = targets
+        reader.read_data(plan, planner).wait()
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """DCP's load planner, which runs no code that a file names."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Read an object that is not a tensor."""
+        loaded = torch.load(value, weights_only=True, map_location="cpu")
+        self.state_dict[read_item.dest_index.fqn] = loaded
 
 
 def read_checkpoint(path: Path, names: Collection[str]) -> Checkpoint:
@@ -94,93 +129,43 @@ def read_checkpoint(path: Path, names: Collection[str]) -> Checkpoint:
         names: the names in the model, by which the weights in another program's folder are found.
 
     Raises:
-        MissingError: there is no complete checkpoint at ``path``.
         CorruptedError: a file is missing or failed its checksum.
-        CheckpointError: the folder cannot be loaded.
+        CheckpointError: there is no complete checkpoint at ``path``, or it cannot be loaded.
     """
-    if (path / checkpoint_metadata.METADATA_NAME).exists():
-        manifest = checkpoint_metadata.read_manifest(path)
-        metadata = checkpoint_metadata.read_metadata(path, manifest)
-        if manifest is None:
-            return Checkpoint(path, path, metadata, _find_weights(metadata, names))
-        return _read_own(path, manifest, metadata)
-    if (path / OLD_MANIFEST_NAME).exists():
-        return _read_old(path)
-    weights = _list_weight_files(path)
-    if not weights:
-        raise MissingError(_describe_absence(path))
-    return _read_pretrained(path, weights)
-
-
-def _describe_absence(path: Path) -> str:
-    """Return the message of a MissingError: the path has no complete checkpoint, and why."""
+    if (path / METADATA_NAME).exists():
+        metadata, table = read_metadata(path)
+        return _make_own(path, metadata, table) if table else _make_foreign(path, metadata, names)
+    if weights := _list_weight_files(path):
+        return _read_pretrained(path, weights)
+    problem = f"there is no complete checkpoint at {path}; name one that was saved"
     if path.is_file():
-        problem = f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() wrote"
-        return f"{problem}. Read a file of torch.save() with torch.load()."
-    return f"there is no complete checkpoint at {path}; name one that was saved"
+        problem = (
+            f"{path} is a file, and a checkpoint is a directory that namedmesh.training.save() wrote. "
+            "Read a file of torch.save() with torch.load()."
+        )
+    elif (path / _OLD_MANIFEST_NAME).exists():
+        problem = (
+            f"{path} was written by namedmesh 0.3 or before; convert one of 0.3 with examples/convert_0_3.py"
+        )
+    raise CheckpointError(problem)
 
 
-def _read_own(path: Path, manifest: dict[str, Any], metadata: dcp.Metadata) -> Checkpoint:
-    """Read a checkpoint of this release."""
-    values = load_values(path, metadata)
-    options = Options(*values["options"])
+def _make_own(path: Path, metadata: dcp.Metadata, table: Mapping[str, Any]) -> Checkpoint:
+    """Make a checkpoint of namedmesh."""
     entries: dict[str, str] = {}
     owners: dict[str, tuple[str, str]] = {}
-    for name in metadata.state_dict_metadata:
-        # The other names are those of weights without "model.".
-        if (
-            name.startswith(("model.", "optimizer.", "namedmesh."))
-            and ".".join(metadata.planner_data[name]) == name
-        ):
+    for name, keys in metadata.planner_data.items():
+        if ".".join(keys) == name:  # the other names are those of weights without "model."
             entries[name] = name
-            owner = find_owner(name, options.params)
+            owner = find_owner(name, keys)
             if owner is not None:
                 owners[name] = owner
-    tables = {key: values[key] for key in ("aliases", "copies", "local", "extra")}
-    about = {"layout": manifest["layout"], "run": manifest["run"], "is_own": True}
-    return Checkpoint(path, path, metadata, entries, options, owners, **tables, **about)
+    about = {key: table[key] for key in ("copies", "extra", "layout", "run")}
+    return Checkpoint(path, metadata, entries, owners, Names(*table["names"]), **about)
 
 
-def add_names(metadata: dcp.Metadata, aliases: Mapping[str, str], params: Container[str]) -> None:
-    """Let torch's tools find the entries of a checkpoint: add paths and further names.
-
-    ``planner_data`` has the keys of the nested dict that DCP makes of an entry. The further names
-    share the stored bytes: those of tied weights, and those of weights without "model.", by which
-    torchtitan finds them.
-
-    Args:
-        metadata: the metadata, which is changed.
-        aliases: the further names of parameters, and the names that they are saved under.
-        params: the names of all optimized parameters.
-    """
-    entries = metadata.state_dict_metadata
-    paths: dict[str, tuple[str, ...]] = {}
-    names: dict[str, list[str]] = {}
-    for alias, name in aliases.items():
-        if f"model.{name}" in entries:
-            names.setdefault(f"model.{name}", []).append(f"model.{alias}")
-    for name in chain(entries, *names.values()):
-        owner = find_owner(name, params)
-        is_state = owner is not None and name.startswith("optimizer.")
-        paths[name] = ("optimizer", "state", *owner) if owner and is_state else tuple(name.split(".", 1))
-    for entry in list(entries):
-        further = names.get(entry, [])
-        for name in (entry, *further):
-            short = name.removeprefix("model.")
-            if short not in paths:
-                # With the path of the long name, DCP's converters make one weight of both.
-                paths[short] = paths[name]
-                names.setdefault(entry, further).append(short)
-    places: dict[Any, Any] = metadata.storage_data
-    for index, place in list(places.items()):
-        for name in names.get(index.fqn, ()):
-            entries[name] = entries[index.fqn]
-            places[MetadataIndex(name, index.offset, index.index)] = place
-    metadata.planner_data = paths
-
-
-def _find_weights(metadata: dcp.Metadata, names: Collection[str]) -> dict[str, str]:
-    """Return the entries of a model in another program's folder, under this package's names.
+def _make_foreign(path: Path, metadata: dcp.Metadata, names: Collection[str]) -> Checkpoint:
+    """Make a checkpoint of the weights in another program's folder.
 
     DCP's planner makes one name of nested dicts, and stores their keys. The weights are in the dict
     with the most names of the model.
@@ -192,121 +177,26 @@ def _find_weights(metadata: dcp.Metadata, names: Collection[str]) -> dict[str, s
         if isinstance(entry, dcp.TensorStorageMetadata) or str(last).endswith("_extra_state"):
             dicts.setdefault(tuple(keys), {})[seeds.strip_wrapper_names(str(last))] = name
     weights = max(dicts.values(), key=lambda found: (len(found.keys() & names), len(found)), default={})
-    return {f"model.{key}": name for key, name in weights.items()}
-
-
-# --- checkpoints of namedmesh 0.3 ---
-
-
-def read_old_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint of namedmesh 0.3: a checksum and JSON.
-
-    Raises:
-        CorruptedError: the file is missing or failed its checksum.
-        CheckpointError: an earlier release wrote it.
-    """
-    try:
-        contents = (path / OLD_MANIFEST_NAME).read_bytes()
-        checksum, _, text = contents.partition(b"\n")
-        if contents.startswith(b"PK"):
-            raise CheckpointError(
-                f"{path} was written before namedmesh 0.3; save it again with namedmesh 0.3"
-            )
-        if int(checksum) != zlib.crc32(text):
-            raise checkpoint_metadata.make_corrupted_error(OLD_MANIFEST_NAME, path)
-        manifest: dict[str, Any] = json.loads(text)
-    except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise checkpoint_metadata.make_corrupted_error(OLD_MANIFEST_NAME, path) from error
-    if not OLD_FOLDER.fullmatch(str(manifest["data"])):
-        raise CheckpointError(f"{path}: its manifest names {manifest['data']!r}, which is not in the folder")
-    return manifest
-
-
-def _read_old(path: Path) -> Checkpoint:
-    """Read a checkpoint of namedmesh 0.3. Its tensors are not checked."""
-    manifest = read_old_manifest(path)
-    folder = path / manifest["data"]
-    contents: dict[str, bytes] = {}
-    for name, key in ((checkpoint_metadata.METADATA_NAME, "metadata"), ("values.pt", "values")):
-        contents[key] = (folder / name).read_bytes() if (folder / name).exists() else b""
-        if zlib.crc32(contents[key]) != manifest[key]:
-            raise checkpoint_metadata.make_corrupted_error(name, path)
-    values = torch.load(io.BytesIO(contents["values"]), weights_only=True, map_location="cpu")
-    metadata = checkpoint_metadata.unpickle_metadata(contents["metadata"], path)
-    options = Options({}, {})
-    for name, (class_names, group_options, group, options_of_groups) in values["options"].items():
-        options.params[name] = (class_names, group, group_options)
-        for position, found in enumerate(options_of_groups):
-            options.groups[group // GROUPS * GROUPS + position] = found
-    copies: dict[str, dict[int, int]] = {}
-    entries: dict[str, str] = {}
-    owners: dict[str, tuple[str, str]] = {}
-    for old_name, numbers in values["copies"].items():
-        name = _convert_old_name(old_name, owners)
-        first = numbers[min(numbers)]
-        copies[name] = {rank: 0 if number == first else number for rank, number in numbers.items()}
-        for number in set(numbers.values()):
-            key = name if number == first else f"namedmesh.copy.{number:x}.{name}"
-            entries[key] = f"copy.{number:x}.{old_name}"
-    for old_name in metadata.state_dict_metadata:
-        if not old_name.startswith("copy."):
-            entries[_convert_old_name(old_name, owners)] = old_name
-    tables = {"aliases": values["aliases"], "copies": copies, "extra": values["extra"]}
-    local = {_convert_old_name(name, {}) for name in values["local"]}
-    about = {"layout": manifest["layout"], "run": manifest["run"], "is_own": True}
-    return Checkpoint(path, folder, metadata, entries, options, owners, local=local, **tables, **about)
-
-
-def _convert_old_name(name: str, owners: dict[str, tuple[str, str]]) -> str:
-    """Return the name of an entry of namedmesh 0.3 in this release, and note its owner."""
-    kind, _, rest = name.partition(".")
-    if kind == "model":
-        return name
-    if kind != "optimizer":
-        return f"namedmesh.{name}"
-    param, _, key = rest.rpartition(":")
-    param, key = (part.replace("%3A", ":").replace("%25", "%") for part in (param, key))
-    owners[f"optimizer.state.{param}.{key}"] = (param, key)
-    return f"optimizer.state.{param}.{key}"
+    return Checkpoint(path, metadata, {f"model.{key}": name for key, name in weights.items()})
 
 
 # --- Hugging Face ---
 
 
-class _PretrainedReader(dcp.HuggingFaceStorageReader):
-    """DCP's reader of a Hugging Face directory, whose metadata rank 0 has read for all."""
-
-    def __init__(
-        self, path: Path, metadata: dcp.Metadata, before_read: Callable[[Callable[[], None]], object]
-    ) -> None:
-        super().__init__(str(path))
-        self._metadata = metadata
-        self._before_read = before_read
-
-    def read_metadata(self) -> dcp.Metadata:
-        """Return the names, shapes and files of the tensors."""
-        return self._metadata
-
-    @torch.no_grad()
-    def read_data(self, plan: dcp.LoadPlan, planner: Any) -> Any:
-        """Read this rank's plan. The format has no checksums."""
-        self._before_read(lambda: None)
-        return super().read_data(plan, planner)
+def _list_weight_files(path: Path) -> list[str]:
+    """Return the safetensors files that the index of a directory names; all, without an index."""
+    if not (path / _INDEX).exists():
+        return sorted(map(str, path.glob("*.safetensors")))
+    named = sorted(set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    for name in named:
+        check_file_name(name, path)
+    missing = [name for name in named if not (path / name).exists()]
+    if missing:
+        raise CheckpointError(f"{path / _INDEX} names files that do not exist: {format_items(missing, 4)}.")
+    return [str(path / name) for name in named]
 
 
-class _ListedFiles(FileSystem):
-    """A file system that lists only given files: DCP's reader reads every listed file."""
-
-    def __init__(self, listed: list[Path]) -> None:
-        self._listed = [str(file) for file in listed]
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:  # noqa: ARG002  there is one directory
-        return self._listed
-
-
-def _read_pretrained(path: Path, files: list[Path]) -> Checkpoint:
+def _read_pretrained(path: Path, files: list[str]) -> Checkpoint:
     """Read the names and shapes in a Hugging Face directory.
 
     Args:
@@ -316,15 +206,15 @@ def _read_pretrained(path: Path, files: list[Path]) -> Checkpoint:
     Raises:
         CheckpointError: a tensor is in several files.
     """
-    reader = dcp.HuggingFaceStorageReader(str(path))
-    # A directory may have weights that the index does not name, such as those of its base model.
-    reader.fs = _ListedFiles(files)
+    reader: Any = dcp.HuggingFaceStorageReader(str(path))
+    # A directory may have weights that the index does not name, such as those of its base model,
+    # and DCP's reader reads every listed file.
+    reader.fs.ls = lambda _: files
     metadata = reader.read_metadata()
     # DCP takes two tensors of one name for two shards of one tensor.
     duplicates = []
     for name, entry in metadata.state_dict_metadata.items():
-        chunks = entry.chunks if isinstance(entry, dcp.TensorStorageMetadata) else []
-        if len({chunk.offsets for chunk in chunks}) < len(chunks):
+        if len({chunk.offsets for chunk in entry.chunks}) < len(entry.chunks):
             duplicates.append(repr(name))
     if duplicates:
         raise CheckpointError(
@@ -332,20 +222,7 @@ def _read_pretrained(path: Path, files: list[Path]) -> Checkpoint:
             f"another model, or name the files to read in {_INDEX}, as save_pretrained() does."
         )
     entries = {f"model.{name}": name for name in metadata.state_dict_metadata}
-    return Checkpoint(path, path, metadata, entries, is_pretrained=True)
-
-
-def _list_weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files that the index of a directory names; all, without an index."""
-    if not (path / _INDEX).exists():
-        return sorted(path.glob("*.safetensors"))
-    named = set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    for name in named:
-        checkpoint_metadata.check_file_name(name, path)
-    missing = sorted(name for name in named if not (path / name).exists())
-    if missing:
-        raise CheckpointError(f"{path / _INDEX} names files that do not exist: {format_items(missing, 4)}.")
-    return [path / name for name in sorted(named)]
+    return Checkpoint(path, metadata, entries, is_pretrained=True)
 
 
 def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
@@ -368,31 +245,30 @@ def to_pretrained(path: str | os.PathLike[str], directory: str | os.PathLike[str
     """
     source, target = Path(path), Path(directory)
     ranks = CheckpointRanks.from_mesh(None, "to_pretrained")
-    with ranks.reraise_on_all_ranks(f"the model of {source} could not be written to {target}"):
-        ranks.run_on_all_ranks(f"{source} could not be read", lambda: _export(source, target))
+    problem = f"the model of {source} could not be written to {target}"
+    with ranks.reraise_on_all_ranks(problem):
+        tensors = ranks.run_on_rank0(problem, lambda: _read_model(source, target))
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(target)), no_dist=True)
 
 
-def _export(source: Path, target: Path) -> None:
-    """Read the model of a checkpoint, and write it as safetensors."""
+def _read_model(source: Path, target: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of the model of a checkpoint, if they can be written to a directory."""
     checkpoint = read_checkpoint(source, ())
-    names = {}
+    entries: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, entry in checkpoint.entries.items():
         key = name.removeprefix("model.")
-        # Extra states are bytes, and a tied weight has one name in this format.
-        is_tensor = isinstance(checkpoint.metadata.state_dict_metadata[entry], dcp.TensorStorageMetadata)
-        if key != name and is_tensor and key not in checkpoint.aliases:
-            names[key] = entry
-    _check_target(source, target, names)
-    tensors: dict[str, torch.Tensor] = {}
-    for entry in names.values():
         stored: Any = checkpoint.metadata.state_dict_metadata[entry]
-        tensors[entry] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-    progress = Progress(f"reading {source}", is_shown=True)
-    reader = checkpoint.make_reader(lambda check: check(), progress)
-    dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-    named = {name: tensors[entry] for name, entry in names.items()}
-    dcp.save(named, storage_writer=dcp.HuggingFaceStorageWriter(str(target)), no_dist=True)
+        # Extra states are bytes, and a tied weight has one name in this format.
+        is_tensor = isinstance(stored, dcp.TensorStorageMetadata)
+        if key != name and is_tensor and key not in checkpoint.names.aliases:
+            entries[key] = entry
+            tensors[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+    _check_target(source, target, tensors)
+    plan = checkpoint.plan_reads(tensors, entries)
+    checkpoint.check(plan, Progress(f"reading {source}", is_shown=True))
+    checkpoint.read(plan, tensors)
+    return tensors
 
 
 def _check_target(source: Path, target: Path, names: Iterable[str]) -> None:

@@ -1,154 +1,207 @@
-"""Loading: DCP's planner finds and checks the entries for the current layout."""
+"""Loading: which entry of a checkpoint goes where on this rank, in the current layout."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh.errors import CheckpointError
 from namedmesh.layout import Layout
+from namedmesh.sharding import to_local
+from namedmesh.training import seeds
 from namedmesh.training.checkpoint_formats import Checkpoint
 from namedmesh.training.checkpoint_names import (
     GRADIENT,
     GROUPS,
     MISSING,
-    Options,
+    Names,
     format_entry,
     format_problems,
     get_kind,
-    is_valid_in,
     name_copy,
 )
 from namedmesh.training.checkpoint_ranks import group_by_rank
 from namedmesh.training.checkpoint_state import State
+from namedmesh.training.checkpoint_storage import Progress
 
 
-class LoadPlanner(dcp.DefaultLoadPlanner):
-    """DCP's load planner, which raises the problems of all ranks before anything is read.
-
-    The tensors of the model, and those that the optimizers have already, are filled in place.
-
-    Args:
-        state: this rank's collected state.
-        aliases: the aliases of parameters here, on any rank, and the names they are saved under.
-        checkpoint: the checkpoint.
-        cast: whether tensors may have another dtype here.
-        strict: whether missing and unexpected names are problems.
-        select: which parameters and buffers to load, by name; None for all.
+class Loaded(dict[str, Any]):
+    """The extra values of a checkpoint, and the names that were not loaded.
 
     Attributes:
-        missing_keys: the names in the model that are not loaded, on any rank. Known once the plan
-            is finished, as the next two.
-        unexpected_keys: the names in the checkpoint that no rank's model has.
-        unused_optimizer_keys: the parameters whose saved optimizer state no rank's optimizer takes.
+        missing_keys: parameters and buffers of the model, on any rank, that keep their values.
+        unexpected_keys: parameters and buffers that only the checkpoint has.
+        unused_optimizer_keys: parameters whose saved optimizer state no optimizer took.
     """
 
     missing_keys: list[str]
     unexpected_keys: list[str]
     unused_optimizer_keys: list[str]
 
+
+class Matching:
+    """The entry of a checkpoint for each entry of this rank, and all problems with them.
+
+    The tensors of the model, and those that the optimizers have already, are filled in place.
+
+    Args:
+        state: this rank's collected state.
+        here: the names of all ranks.
+        checkpoint: the checkpoint.
+        cast: whether tensors may have another dtype here.
+        strict: whether missing and unexpected names are problems.
+        select: which parameters and buffers to load, by name; None for all.
+
+    Attributes:
+        loaded: the extra values of the checkpoint, and the names that are not loaded on any rank.
+    """
+
     def __init__(
         self,
         state: State,
-        aliases: Mapping[str, str],
+        here: Names,
         checkpoint: Checkpoint,
         *,
         cast: bool,
         strict: bool = True,
         select: Callable[[str], bool] | None = None,
     ) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.state = state
-        self._metadata: dcp.Metadata = checkpoint.metadata
+        self.loaded = Loaded(checkpoint.extra)
+        # For each entry here, the entry of the checkpoint, and the tensor that it is read into.
+        self._sources: dict[str, str] = {}
+        self._targets: dict[str, Any] = {}
+        self._plan = dcp.LoadPlan([])
+        self._state = state
+        self._here = here
         self._checkpoint = checkpoint
+        self._saved = checkpoint.names
         self._label = f"the checkpoint {checkpoint.path}"
-        self._aliases = {**aliases, **checkpoint.aliases}
-        self._tied = aliases
         self._cast = cast
         self._strict = strict
         self._select: Callable[[str], bool] = select or (lambda _: True)
-        # The problems, and the names of the entries that have them.
-        self._names_by_problem: dict[str, list[str]] = {}
-        # The names in the model that are not loaded.
-        self._missing: dict[str, None] = {}
-        # The entry of the checkpoint that is read for each entry here.
-        self._sources: dict[str, str] = {}
-        # The memory that each entry is read into.
-        self._targets: dict[str, Any] = {}
         # The parameter and the key of the entries of optimizers, in the checkpoint and here.
         self._owners: dict[str, tuple[str, str]] = {**checkpoint.owners, **state.owners}
-        # The saved options of the parameters that are loaded, and of the groups here.
-        self._options = Options({}, {})
-        # For each group here, the groups that had its parameters in the checkpoint.
-        self._groups: dict[int, set[int]] = {}
+        # The problems, and the names of the entries that have them.
+        self._names_by_problem: dict[str, list[str]] = {}
+        # The entries of the model, and the optimizer's entries of each parameter by key.
+        self._entries = dict(checkpoint.entries)
+        self._entries_of: dict[str, dict[str, str]] = {}
+        for entry, (param, key) in checkpoint.owners.items():
+            self._entries_of.setdefault(param, {})[key] = entry
+        # The saved groups of each group that has parameters on any rank, and the options to load.
+        self._groups: dict[int, list[int]] = {}
+        self._options: dict[int, dict[str, Any]] = {}
+        self._missing: dict[str, None] = {}  # the names in the model that are not loaded
 
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
-        """Find the checkpoint's entry for each entry of this rank, and record all problems.
+    def _compare_names(self) -> None:
+        """Find the names that only the model or only the checkpoint has, and the groups."""
+        here = self._here
+        unused = self._share_entries(self._saved.params.keys() & self._entries_of.keys())
+        for key in here.model:
+            if not (self._select(key) and (self._strict or f"model.{key}" in self._entries)):
+                self._missing[key] = None
+        known = here.model.keys() | here.aliases.keys() | self._saved.aliases.keys()
+        self.loaded.missing_keys = list(self._missing)
+        self.loaded.unexpected_keys = []
+        for name in sorted(self._checkpoint.entries):
+            key = name.removeprefix("model.")
+            if key != name and key not in known and self._select(key):
+                self.loaded.unexpected_keys.append(key)
+        unused -= {*self._missing, *self.loaded.unexpected_keys}
+        self.loaded.unused_optimizer_keys = []
+        if self._state.optimizers:
+            self.loaded.unused_optimizer_keys = sorted(filter(self._select, unused))
+        for name, group in here.params.items():
+            if name in self._saved.params and name not in self._missing:
+                self._groups.setdefault(group, []).append(self._saved.params[name])
 
-        DCP calls it on every rank. Does not communicate.
+    def _share_entries(self, with_state: set[str]) -> set[str]:
+        """Let all names of a parameter, here or in the checkpoint, have the same entries.
+
+        Args:
+            with_state: the parameters that have optimizer state in the checkpoint.
+
+        Returns:
+            Those that no optimizer here has under any name.
         """
-        self._metadata = metadata
-        self.state_dict = self._targets
-        for name in self.state.values:
-            kind = get_kind(name)
-            if kind == "model":
-                self._find_model_entry(name)
-            elif kind in {"data", "random"}:
-                self._find(name)
-        if self.state.optimizers:
-            self._find_optimizer_entries()  # after the model, so that its problems come first
+        unused = with_state - self._here.params.keys()
+        params = self._saved.params
+        for pair in {**self._here.aliases, **self._saved.aliases}.items():
+            if not self._here.params.keys().isdisjoint(pair):
+                unused.difference_update(pair)
+            for name, other in (pair, pair[::-1]):
+                if f"model.{other}" in self._entries:
+                    self._entries.setdefault(f"model.{name}", self._entries[f"model.{other}"])
+                if other in params:
+                    params.setdefault(name, params[other])
+                for key, entry in self._entries_of.get(other, {}).items():
+                    # Each end of a tied weight has a gradient of its own until they are summed.
+                    if key != "gradient":
+                        self._entries_of.setdefault(name, {}).setdefault(key, entry)
+        return unused
 
-    def _find_model_entry(self, name: str) -> None:
-        """Find the entry for an entry of the model, unless ``select`` or ``strict`` skips it."""
-        key = name.removeprefix("model.")
-        if self._select(key) and (self._strict or self._find_source(name)):
-            self._find(name)
-        else:
-            self._missing[key] = None
+    def find_problems(self) -> list[str]:
+        """Match the entries of this rank, and return the problems. Does not communicate."""
+        self._compare_names()
+        for name in self._state.values:
+            is_missing = name.removeprefix("model.") in self._missing
+            if get_kind(name) in {"model", "data", "random"} and not is_missing:
+                self._find(name, name)
+        if self._state.optimizers:
+            self._find_optimizer_entries()
+        return format_problems(self._names_by_problem)
 
-    def _find(self, name: str, source: str = "") -> None:
-        """Find the checkpoint's entry for a name and its target, or record it as missing.
+    def raise_problems(self, problems_by_rank: Sequence[Iterable[str]]) -> None:
+        """Raise the problems of all ranks. Called on rank 0, whose error all ranks raise.
+
+        Args:
+            problems_by_rank: the result of :meth:`find_problems` on each rank.
+
+        Raises:
+            CheckpointError: there are any.
+        """
+        problems = group_by_rank(dict(enumerate(problems_by_rank)))
+        names_by_problem = {
+            f"in {self._label}, and on no rank in the model": self.loaded.unexpected_keys,
+            f"optimized in {self._label}, and by no optimizer here; give the optimizers that were "
+            "saved, or pass strict=False to leave their state out": self.loaded.unused_optimizer_keys,
+        }
+        for problem, names in names_by_problem.items():
+            if self._strict and names:
+                problems += format_problems({problem: map(repr, names)})
+        if problems:
+            raise CheckpointError(*problems)
+
+    # --- the model, data loaders and random states ---
+
+    def _find(self, name: str, saved_name: str) -> None:
+        """Find the entry for a name and its target, or record it as missing.
 
         Args:
             name: the name here.
-            source: the name to look for in the checkpoint; ``name`` if empty.
+            saved_name: the name to look for in the checkpoint.
         """
-        found = self._find_source(source or name)
+        source = self._entries.get(self._find_copy(saved_name)) if self._is_valid(saved_name) else None
         message = MISSING.get(get_kind(name))
-        if found:
-            self._sources[name] = found
-            self._targets[name] = self._find_target(name, found, source or name)
+        if source is not None:
+            self._sources[name] = source
+            self._targets[name] = self._find_target(name, saved_name)
         elif message and not (self._checkpoint.is_pretrained and name.endswith("_extra_state")):
             # Hugging Face's checkpoints have no extra states.
             self._add_problem(name, message.format(self._label))
-
-    def _find_source(self, name: str) -> str:
-        """Return the name of the entry that this rank loads; empty if there is none."""
-        if not is_valid_in(self.state.mesh, name, self._checkpoint.layout):
-            return ""
-        entries, copies = self._checkpoint.entries, self._checkpoint.copies
-        key = name.removeprefix("model.")
-        if name not in entries and name.startswith("model.") and key in self._aliases:
-            name = f"model.{self._aliases[key]}"
-        source = self._find_copy(name) if name in copies else name
-        return entries.get(source, "")
 
     def _add_problem(self, name: str, problem: str) -> None:
         """Record a problem of an entry. All problems are raised together."""
         self._names_by_problem.setdefault(problem, []).append(format_entry(name, self._owners))
 
     def _find_copy(self, name: str) -> str:
-        """Return the name of this rank's copy of an entry that differed between ranks.
+        """Return the name of this rank's copy of an entry, if it differed between ranks.
 
         A copy matches if the rank that saved it had this rank's coordinates on all axes whose size
         has not changed.
@@ -158,19 +211,19 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             for another shard than this rank's. If several copies match and differ, the copy of the
             lowest rank for buffers, and an empty string for all other entries.
         """
-        by_rank = self._checkpoint.copies[name]
+        by_rank = self._checkpoint.copies.get(name)
+        if by_rank is None:
+            return name
         ranks = set(by_rank)
-        mesh = self.state.mesh
+        mesh = self._state.mesh
         if mesh is not None and self._checkpoint.layout is not None:
             sizes, offset = self._checkpoint.layout
             current = dict(mesh.layout.items())
             same = {axis: mesh.coords[axis] for axis in sizes if current.get(axis) == sizes[axis]}
             ranks &= {rank - offset for rank in Layout(rank_offset=offset, **sizes).where(**same)}
         copies = list(dict.fromkeys(by_rank[rank] for rank in sorted(ranks)))
-        is_unique = len(copies) == 1 or (name.startswith("model.") and copies)
-        if not is_unique or not self._has_saved_shard(name):
-            return ""
-        return name_copy(name, copies[0])
+        is_clear = len(copies) == 1 or (name.startswith("model.") and copies)
+        return name_copy(name, copies[0]) if is_clear and self._has_saved_shard(name) else ""
 
     def _has_saved_shard(self, name: str) -> bool:
         """Return whether the parameter of an optimizer's entry was saved in the same shards.
@@ -180,39 +233,61 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         if name not in self._owners:
             return True
         param_name = self._owners[name][0]
-        parameter: Any = self.state.params.get(param_name)
-        saved = self._metadata.state_dict_metadata.get(self._find_source(f"model.{param_name}"))
+        saved = self._checkpoint.metadata.state_dict_metadata.get(
+            self._entries.get(f"model.{param_name}", "")
+        )
+        param: Any = self._state.params.get(param_name)
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return False
-        if not isinstance(parameter, DTensor):
+        if not isinstance(param, DTensor):
             return len(saved.chunks) == 1
-        (here,) = parameter.__create_chunk_list__()
-        return here in saved.chunks or prod(here.sizes) == 0
+        (chunk,) = param.__create_chunk_list__()
+        return chunk in saved.chunks or prod(chunk.sizes) == 0
 
-    def _find_target(self, name: str, source: str, saved_name: str) -> Any:
+    def _is_valid(self, name: str) -> bool:
+        """Return whether the layouts allow to load an RNG state or a data loader's state.
+
+        Other entries can be loaded in any layout. These two cannot, even if all ranks had the same
+        state: with more ranks, random values would repeat, and the position of a sampler counts the
+        samples of one rank.
+
+        Args:
+            name: the name of the entry.
+        """
+        kind = get_kind(name)
+        if kind not in {"random", "data"}:
+            return True
+        generator = "data" if kind == "data" else name.removeprefix("namedmesh.random.")
+        equal = seeds.find_axes_with_equal_state(generator)
+        mesh, layout = self._state.mesh, self._checkpoint.layout
+        before: Mapping[str, int] = {} if layout is None else layout[0]
+        now: Mapping[str, int] = {} if mesh is None else dict(mesh.layout.items())
+        sizes = [(before.get(axis, 1), now.get(axis, 1)) for axis in {*before, *now} - set(equal)]
+        if kind == "data":  # samplers know the number of data ranks, not their axes
+            return prod(size for size, _ in sizes) == prod(size for _, size in sizes)
+        return all(size == current for size, current in sizes)
+
+    # --- the tensors to read into ---
+
+    def _find_target(self, name: str, saved_name: str) -> Any:
         """Return the tensor to read an entry into, and record a wrong shape or dtype.
 
         Args:
             name: the name here.
-            source: the entry that is read.
             saved_name: the name that the entry had when it was saved.
 
         Returns:
             The current tensor of that name, or a new one; None if the entry is not a tensor.
         """
-        saved = self._metadata.state_dict_metadata[source]
+        saved = self._checkpoint.metadata.state_dict_metadata[self._sources[name]]
         if not isinstance(saved, dcp.TensorStorageMetadata):
             return None
-        shape = tuple(saved.size)
-        dtype = saved.properties.dtype
-        here: Any = self.state.values.get(name)
+        shape, dtype = tuple(saved.size), saved.properties.dtype
+        here: Any = self._state.values.get(name)
         if name in self._owners:
-            target = self._find_optimizer_target(name, shape, dtype, saved_name in self._checkpoint.local)
-            is_current = isinstance(here, Tensor) and (type(here), here.dtype) == (type(target), dtype)
-            if is_current and here.shape == target.shape and not name.startswith(GRADIENT):
-                same_placements = getattr(here, "placements", None) == getattr(target, "placements", None)
-                return here if same_placements else target
-            return target
+            target = self._make_optimizer_target(name, shape, dtype, saved_name in self._saved.local)
+            is_current = isinstance(here, Tensor) and not name.startswith(GRADIENT)
+            return here if is_current and _describe(here) == _describe(target) else target
         fits = isinstance(here, Tensor) and tuple(here.shape) == shape
         if name.startswith("model.") and not name.endswith("_extra_state"):
             if not fits:
@@ -222,7 +297,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                 self._add_problem(name, f"{here.dtype} here, and {dtype} in {self._label}; {remedy}")
         return here if fits else torch.empty(shape, dtype=dtype, device="cpu")
 
-    def _find_optimizer_target(
+    def _make_optimizer_target(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, is_local: bool
     ) -> Tensor:
         """Return an uninitialized tensor to read an optimizer's entry into.
@@ -237,207 +312,119 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             is_local: whether it was a plain tensor of a sharded parameter.
         """
         param_name = self._owners[name][0]
-        parameter: Any = self.state.params[param_name]
-        is_elementwise = tuple(parameter.shape) == shape
-        if is_elementwise and not is_local:
-            return torch.empty_like(parameter, dtype=dtype).detach()
-        if is_local or not shape or not isinstance(parameter, DTensor):
+        param: Any = self._state.params[param_name]
+        if tuple(param.shape) == shape and not is_local:
+            return torch.empty_like(param, dtype=dtype).detach()
+        if is_local or not shape or not isinstance(param, DTensor):
             return torch.empty(shape, dtype=dtype, device="cpu")
-        if self.state.is_plain_shard(param_name):
+        if param_name in self._state.plain_shards:
             # Attributes say how a parameter is sharded, but not a tensor of another shape.
             self._add_problem(name, MISSING["optimizer"].format(self._label))
-        # The value is, for example, one moment for each row. Any placements would be correct, and
-        # these need the least memory.
-        placements: list[Placement] = [Replicate()] * parameter.device_mesh.ndim
-        for mesh_dim, placement in enumerate(parameter.placements):
-            if type(placement) is not Shard or placement.dim >= len(shape):
-                continue
-            if shape[placement.dim] == parameter.shape[placement.dim]:
-                placements[mesh_dim] = placement
-        where: dict[str, Any] = {"device_mesh": parameter.device_mesh, "placements": placements}
-        return torch.distributed.tensor.empty(shape, dtype=dtype, **where)
+        # The value is, for example, one moment for each row. Any placements would be correct.
+        placements = [Replicate()] * param.device_mesh.ndim
+        return torch.distributed.tensor.empty(
+            shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements
+        )
+
+    # --- optimizers ---
 
     def _find_optimizer_entries(self) -> None:
         """Find the entries for the optimizers, and record why one cannot resume from them."""
-        if not self._checkpoint.options.params and not self._checkpoint.is_own:
-            self._names_by_problem["has no optimizer that namedmesh saved; load it without the optimizer"] = [
-                self._label
-            ]
+        if not self._saved.params:
+            problem = "has no optimizer that namedmesh saved; load it without the optimizer"
+            self._names_by_problem[problem] = [self._label]
             return
-        entries: dict[str, dict[str, str]] = {}
-        for entry, (param, key) in self._checkpoint.owners.items():
-            entries.setdefault(param, {})[key] = entry
-        saved_params = self._checkpoint.options.params
-        options_of_groups: dict[int, Any] = {}
-        for name, (class_names, group, _) in self.state.options.params.items():
+        for name, group in self._state.names.params.items():
             if name in self._missing:
                 continue
-            source = name if name in saved_params else self._aliases.get(name, name)
-            if source not in saved_params:
+            if name not in self._saved.params:
                 problem = f"not optimized in {self._label}; load it without the optimizer"
                 self._add_problem(f"model.{name}", problem)
                 continue
-            saved_classes, saved_group, options = saved_params[source]
-            if class_names[0] not in saved_classes and saved_classes[0] not in class_names:
-                problem = f"optimized by {saved_classes[0]} in {self._label}, and by"
-                remedy = "create the saved class, or load without the optimizer"
-                self._add_problem(f"model.{name}", f"{problem} {class_names[0]} here; {remedy}")
-            elif options_of_groups.setdefault(group, options) != options:
-                problem = "in one group of the optimizer with parameters that had other options in"
-                self._add_problem(f"model.{name}", f"{problem} {self._label}; group them as they were")
-            self._options.params[name] = saved_params[source]
-            self._options.groups[group] = options
-            self._groups.setdefault(group, set()).add(saved_group)
-            # The other end of a tied weight has its entries under the name of the first.
-            shared = entries.get(self._aliases.get(source, source), {})
-            own = entries.get(source, {})
-            found = {key: entry for key, entry in shared.items() if not entry.startswith(GRADIENT)}
-            for key, entry in {**found, **own}.items():
+            self._check_options(name, group)
+            for key, entry in self._entries_of.get(name, {}).items():
                 here = f"{GRADIENT}{name}" if entry.startswith(GRADIENT) else f"optimizer.state.{name}.{key}"
                 self._owners[here] = (name, key)
                 self._find(here, entry)
-        for position in range(len(self.state.optimizers)):
-            saved = {
-                at // GROUPS
-                for group, found in self._groups.items()
-                if group // GROUPS == position
-                for at in found
-            }
-            self._find_optimizer_extras(position, saved or {position})
+        for number in range(len(self._state.optimizers)):
+            self._find_optimizer(number)
 
-    def _find_optimizer_extras(self, position: int, saved_positions: set[int]) -> None:
-        """Find the entry with the part of an optimizer's state that belongs to no parameter.
+    def _check_options(self, name: str, group: int) -> None:
+        """Record if a parameter had an optimizer of another class, or other options."""
+        classes, options = self._saved.groups[self._saved.params[name]]
+        own_classes, _ = self._state.names.groups[group]
+        if own_classes[0] not in classes and classes[0] not in own_classes:
+            problem = f"optimized by {classes[0]} in {self._label}, and by {own_classes[0]} here"
+            remedy = "create the saved class, or load without the optimizer"
+            self._add_problem(f"model.{name}", f"{problem}; {remedy}")
+        elif self._saved.groups[self._groups[group][0]][1] != options:
+            problem = "in one group of the optimizer with parameters that had other options in"
+            self._add_problem(f"model.{name}", f"{problem} {self._label}; group them as they were")
+
+    def _find_optimizer(self, number: int) -> None:
+        """Find the options of an optimizer, and its state that belongs to no parameter.
 
         Args:
-            position: the position of the optimizer here.
-            saved_positions: the positions of the optimizers that had its parameters in the
-                checkpoint.
+            number: the position of the optimizer here.
         """
-        name = f"namedmesh.optimizers.{position}"
-        sources = [f"namedmesh.optimizers.{saved}" for saved in sorted(saved_positions)]
-        found = [source for source in sources if source in self._checkpoint.entries]
-        if found and len(sources) == 1:
-            self._find(name, found[0])
-        elif found or name in self.state.values:
+        saved_numbers: set[int] = set()
+        for group, saved_groups in self._groups.items():
+            if group // GROUPS == number:
+                saved_numbers.update(saved // GROUPS for saved in saved_groups)
+        numbers = sorted(saved_numbers or {number})
+        for group in self._state.names.groups:
+            if group // GROUPS == number:
+                # A group without parameters has the options of the group at its position.
+                saved_group = self._groups.get(group, [numbers[0] * GROUPS + group % GROUPS])[0]
+                _, self._options[group] = self._saved.groups.get(saved_group, ([], {}))
+        name = f"namedmesh.optimizers.{number}"
+        sources = [f"namedmesh.optimizers.{saved}" for saved in numbers]
+        if len(sources) == 1 and sources[0] in self._entries:
+            self._find(name, sources[0])
+        elif name in self._state.values or not self._entries.keys().isdisjoint(sources):
             # The state of several optimizers cannot be merged.
             self._add_problem(name, MISSING["optimizers"].format(self._label))
 
-    def create_local_plan(self) -> dcp.LoadPlan:
-        """Return this rank's reads, and its problems and names, which DCP sends to rank 0."""
-        items = []
-        if not self._names_by_problem:
-            saved = self._metadata.state_dict_metadata
-            entries = {name: saved[source] for name, source in self._sources.items()}
-            named = replace(self._metadata, state_dict_metadata=entries)
-            for item in create_default_local_load_plan(self._targets, named).items:
-                source = self._sources[item.storage_index.fqn]
-                if source != item.storage_index.fqn:
-                    item = replace(item, storage_index=replace(item.storage_index, fqn=source))  # noqa: PLW2901
-                items.append(item)
-        names = [name for name in self.state.values if name.startswith("model.")]
-        names += [f"model.{alias}" for alias in self.state.names.aliases]
-        problems = format_problems(self._names_by_problem)
-        optimized = list(self.state.options.params) if self.state.optimizers else None
-        return dcp.LoadPlan(items, planner_data=(problems, names, self._missing, optimized, self._groups))
+    def check(self, progress: Progress) -> None:
+        """Check all bytes that this rank will read, and that tied weights are equal.
 
-    def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        """Merge the problems and the names of all ranks. DCP calls it on rank 0.
+        Args:
+            progress: counts the bytes.
 
         Raises:
-            CheckpointError: a rank has a problem, or the checkpoint has names that no rank has. DCP
-                raises the error of rank 0 on every rank.
+            CorruptedError: a file is missing, or failed its checksum.
+            CheckpointError: two weights that are tied here differ.
         """
-        known: set[str] = set()
-        missing: dict[str, None] = {}
-        by_rank: dict[int, list[str]] = {}
-        optimized: set[str] = set()
-        groups: dict[int, set[int]] = {}
-        for rank, plan in enumerate(global_plan):
-            by_rank[rank], names, missing_here, optimized_here, groups_here = plan.planner_data
-            known.update(names)
-            missing |= missing_here
-            optimized.update(optimized_here or ())
-            for group, saved in groups_here.items():
-                groups.setdefault(group, set()).update(saved)
-        problems = group_by_rank(by_rank)
-        unexpected = []
-        for name in sorted(self._checkpoint.entries.keys() - known):
-            key = name.removeprefix("model.")
-            is_alias = key in self._checkpoint.aliases
-            if name.startswith("model.") and not is_alias and self._select(key):
-                unexpected.append(key)
-        unused = self._find_unused(optimized, known, missing) if self.state.optimizers else []
-        if self._strict and unexpected:
-            problem = f"in {self._label}, and on no rank in the model"
-            problems += format_problems({problem: map(repr, unexpected)})
-        if self._strict and unused:
-            problem = (
-                f"optimized in {self._label}, and by no optimizer here; give the optimizers that "
-                "were saved, or pass strict=False to leave their state out"
-            )
-            problems += format_problems({problem: map(repr, unused)})
+        self._plan = self._checkpoint.plan_reads(self._targets, self._sources)
+        self._checkpoint.check(self._plan, progress)
+        problems = []
+        entries = self._checkpoint.entries
+        for alias, name in self._here.aliases.items():
+            param = self._state.params.get(alias, self._state.params.get(name))
+            sources = {key: entries.get(f"model.{key}", "") for key in (name, alias)}
+            is_one = self._saved.aliases.get(alias) == name
+            if param is None or is_one or not all(sources.values()) or not self._select(alias):
+                continue
+            saved: Any = self._checkpoint.metadata.state_dict_metadata[sources[name]]
+            both = {key: torch.empty_like(param, dtype=saved.properties.dtype) for key in sources}
+            plan = self._checkpoint.plan_reads(both, sources)
+            self._checkpoint.check(plan, progress)
+            self._checkpoint.read(plan, both)
+            if not torch.equal(to_local(both[name]), to_local(both[alias])):
+                problems.append(
+                    f"{name!r} and {alias!r} are tied here, and are two different weights in "
+                    f"{self._label}; untie them, or load another checkpoint"
+                )
         if problems:
             raise CheckpointError(*problems)
-        merged = (list(missing), unexpected, unused, groups)
-        return [replace(plan, planner_data=merged) for plan in global_plan]
 
-    def _find_unused(self, optimized: set[str], known: set[str], missing: Mapping[str, None]) -> list[str]:
-        """Return the parameters whose saved state no optimizer takes, although they are loaded."""
-        taken = set(optimized)
-        for alias, name in self._aliases.items():
-            if alias in optimized or name in optimized:
-                taken.update((alias, name))
-        with_state = {param for param, _ in self._checkpoint.owners.values()}
-        unused = []
-        for name in self._checkpoint.options.params.keys() & with_state:
-            is_loaded = f"model.{name}" in known or f"model.{name}" not in self._checkpoint.entries
-            if is_loaded and name not in taken and name not in missing and self._select(name):
-                unused.append(name)
-        return sorted(unused)
+    def fill(self) -> None:
+        """Read the entries, and give those that are not read in place to their owners. Local."""
+        self._checkpoint.read(self._plan, self._targets)
+        params = self._saved.params.keys() - self._missing.keys()
+        self._state.apply(self._targets, self._owners, params, self._options)
 
-    def finish_plan(self, new_plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """Take the results of all ranks from the plan, as rank 0 has merged them."""
-        self.missing_keys, self.unexpected_keys, self.unused_optimizer_keys, groups = new_plan.planner_data
-        saved = self._checkpoint.options.groups
-        for group in self.state.options.groups:
-            if group in self._options.groups:
-                continue
-            # A group without parameters on this rank has the options of the group that has its
-            # parameters on other ranks, or of the group at its position in the same optimizer.
-            found = groups.get(group)
-            if not found:
-                number = group // GROUPS
-                found = {
-                    at // GROUPS * GROUPS + group % GROUPS
-                    for here, to in groups.items()
-                    if here // GROUPS == number
-                    for at in to
-                }
-            options = saved.get(min(found or {group}))
-            if options is not None and self.state.optimizers:
-                self._options.groups[group] = options
-        return new_plan
 
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Read an object that is not a tensor, without running code that a file names."""
-        loaded = torch.load(value, weights_only=True, map_location="cpu")
-        self.state_dict[read_item.dest_index.fqn] = loaded
-
-    def find_tied_pairs(self) -> list[tuple[str, str, Any]]:
-        """Return the pairs of saved weights that are one parameter here.
-
-        Returns:
-            For each pair, the two entries in the checkpoint, and the parameter.
-        """
-        pairs = []
-        for alias, name in self._tied.items():
-            first, second = (self._checkpoint.entries.get(f"model.{key}") for key in (name, alias))
-            param = self.state.params.get(alias, self.state.params.get(name))
-            is_one = self._checkpoint.aliases.get(alias) == name
-            if param is not None and first and second and not is_one and self._select(alias):
-                pairs.append((first, second, param))
-        return pairs
-
-    def apply(self) -> None:
-        """Give values that were not read in place to their owners."""
-        self.state.apply(self.state_dict, self._owners, self._options)
+def _describe(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the properties in which a tensor must be equal to be filled instead of another."""
+    return type(tensor), tensor.dtype, tensor.shape, getattr(tensor, "placements", None)

@@ -1,4 +1,4 @@
-"""The names and values of a checkpoint's entries.
+"""The names of a checkpoint's entries, and the values that can be entries.
 
 The names of entries are
 
@@ -17,18 +17,18 @@ of them depends on the layout.
 from __future__ import annotations
 
 import io
-from collections.abc import Container, Iterable, Mapping
-from math import prod
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from namedmesh._torch import get_local_tensor
+from namedmesh._torch import count_writes, get_local_tensor
 from namedmesh.errors import CheckpointError, format_items, get_first_line
-from namedmesh.mesh import NamedMesh
-from namedmesh.training import seeds
 
 # The messages for entries that a checkpoint does not have for this rank, by the kind of the entry.
 # Random states are not among them: without one, the generators keep their state.
@@ -52,30 +52,47 @@ GRADIENT = "namedmesh.gradient."
 
 
 class Names(NamedTuple):
-    """Parameter names of one rank.
+    """The names and the optimizer options of one rank, or of all ranks together.
 
     Attributes:
+        model: the parameters, buffers and extra states of the model, as the keys of a dict.
         aliases: every further name (alias) of a shared parameter, and the name that it is saved
             under.
         ties: the tie of ``tie_stages()``, and the end that this rank has, and the name of the
             parameter.
+        params: for each optimized parameter, the number of its group.
+        groups: for each group, the classes of its optimizer, and its options.
+        local: the entries of optimizers that are plain tensors (and therefore differ by rank)
+            although their parameter is a DTensor, as the keys of a dict.
     """
 
+    model: dict[str, None]
     aliases: dict[str, str]
     ties: dict[tuple[str, str], str]
+    params: dict[str, int]
+    groups: dict[int, tuple[list[str], dict[str, Any]]]
+    local: dict[str, None]
 
+    @classmethod
+    def merge(cls, names_by_rank: Sequence[Names]) -> Names:
+        """Return the names of all ranks.
 
-class Options(NamedTuple):
-    """How parameters are optimized.
-
-    Attributes:
-        params: for each parameter, the classes of its optimizer, the number of its group, and the
-            options of the group.
-        groups: the options of each group, also of groups without parameters.
-    """
-
-    params: dict[str, tuple[list[str], int, dict[str, Any]]]
-    groups: dict[int, dict[str, Any]]
+        Args:
+            names_by_rank: the names of each rank; none for no names.
+        """
+        merged = cls({}, {}, {}, {}, {}, {})
+        for names in names_by_rank:
+            for own, all_values in zip(names, merged, strict=True):
+                all_values.update(own)  # type: ignore[attr-defined]
+        # A group may be empty on some ranks. The options of the others count.
+        for names in names_by_rank:
+            for group in names.params.values():
+                merged.groups[group] = names.groups[group]
+        for (tie, end), name in merged.ties.items():
+            first = merged.ties.get((tie, "first"), name)
+            if end == "last" and name != first:
+                merged.aliases[name] = first
+        return merged
 
 
 def get_kind(name: str) -> str:
@@ -93,54 +110,28 @@ def format_problems(names_by_problem: Mapping[str, Iterable[str]]) -> list[str]:
     return [f"{format_items(names)}: {problem}" for problem, names in names_by_problem.items()]
 
 
-def merge_aliases(names_by_rank: Iterable[Names]) -> dict[str, str]:
-    """Merge the aliases of all ranks into a dict from alias to the name it is saved under.
+def make_path(entry: str, owners: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:
+    """Return the keys of the nested dict that DCP makes of an entry.
 
     Args:
-        names_by_rank: the names of each rank: parameters with several names there, and parameters
-            that tie_stages() has tied across two ranks.
+        entry: the name of the entry.
+        owners: the parameter and the key of the entries of optimizers.
     """
-    aliases: dict[str, str] = {}
-    ends: dict[tuple[str, str], str] = {}
-    for names in names_by_rank:
-        aliases |= names.aliases
-        ends |= names.ties
-    for (tie, end), name in ends.items():
-        first = ends.get((tie, "first"), name)
-        if end == "last" and name != first:
-            aliases[name] = first
-    return aliases
+    if entry in owners and not entry.startswith(GRADIENT):
+        return "optimizer", "state", *owners[entry]
+    return tuple(entry.split(".", 1))
 
 
-def merge_options(options_by_rank: Iterable[Options | None]) -> Options:
-    """Merge the options of all ranks. A rank whose options another one has may give None."""
-    merged = Options({}, {})
-    for options in filter(None, options_by_rank):
-        merged.params.update(options.params)
-        merged.groups.update(options.groups)
-    # A group may be empty on some ranks. The options of the others count.
-    for _, group, group_options in merged.params.values():
-        merged.groups[group] = group_options
-    return merged
-
-
-def find_owner(entry: str, params: Container[str]) -> tuple[str, str] | None:
+def find_owner(entry: str, path: Sequence[str]) -> tuple[str, str] | None:
     """Return the parameter and the key of an entry that belongs to an optimizer's parameter.
 
     Args:
         entry: the name of the entry.
-        params: the names of all optimized parameters. They may contain any characters.
+        path: the result of :func:`make_path`.
     """
     if entry.startswith(GRADIENT):
         return entry.removeprefix(GRADIENT), "gradient"
-    if not entry.startswith("optimizer.state."):
-        return None
-    parts = entry.removeprefix("optimizer.state.").split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:count])
-        if name in params:
-            return name, ".".join(parts[count:])
-    return None
+    return (path[2], path[3]) if path[0] == "optimizer" else None
 
 
 def format_entry(name: str, owners: Mapping[str, tuple[str, str]]) -> str:
@@ -156,35 +147,6 @@ def format_entry(name: str, owners: Mapping[str, tuple[str, str]]) -> str:
         return repr(name.removeprefix("model."))
     kind, _, rest = name.removeprefix("namedmesh.").partition(".")
     return f"optimizer {rest}" if kind == "optimizers" else repr(rest)
-
-
-def is_valid_in(mesh: NamedMesh | None, name: str, layout: tuple[dict[str, int], int] | None) -> bool:
-    """Return whether a layout allows to load an RNG state or a data loader's state.
-
-    Other entries can be loaded in any layout. These two cannot, even if all ranks had the same
-    state: with more ranks, random values would repeat, and the position of a sampler counts the
-    samples of one rank.
-
-    Args:
-        mesh: the current mesh.
-        name: the name of the entry.
-        layout: the sizes of the axes when it was saved, and the first rank; None without a mesh.
-    """
-    kind = get_kind(name)
-    if kind not in {"random", "data"}:
-        return True
-    generator = "data" if kind == "data" else name.removeprefix("namedmesh.random.")
-    equal = seeds.find_axes_with_equal_state(generator)
-    before = _drop_axes({} if layout is None else layout[0], equal)
-    now = _drop_axes({} if mesh is None else dict(mesh.layout.items()), equal)
-    if kind == "data":  # samplers know the number of data ranks, not their axes
-        return prod(before.values()) == prod(now.values())
-    return before == now
-
-
-def _drop_axes(sizes: Mapping[str, int], axes: Iterable[str]) -> dict[str, int]:
-    """Return ``sizes`` without ``axes`` and without axes of size 1."""
-    return {axis: size for axis, size in sizes.items() if size > 1 and axis not in axes}
 
 
 def check_storable(tensor: Tensor, label: str) -> None:
@@ -230,3 +192,48 @@ def to_plain_data(value: object, name: str) -> Any:
     except Exception as error:  # noqa: BLE001  each type has its own error
         remedy = "give numbers, strings, tensors, and lists, tuples and dicts of them"
         raise CheckpointError(f"{name} is not plain data ({get_first_line(error)}); {remedy}") from None
+
+
+# --- gradients ---
+
+# The first gradient of the last step of each optimizer, and the number of changes of the gradient
+# until then. After the step, the gradient has no more effect, but most loops keep it for a while.
+_used_gradients: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Tensor], int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Remember the first gradient of an optimizer: a hook after each step."""
+    if torch.compiler.is_compiling():
+        return
+    grad = _find_first_gradient(optimizer)
+    if grad is not None:
+        _used_gradients[optimizer] = weakref.ref(grad), count_writes(grad)
+
+
+register_optimizer_step_post_hook(_note_step)
+
+
+def _find_first_gradient(optimizer: Optimizer) -> Tensor | None:
+    """Return the first gradient of an optimizer; None if it has none."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return param.grad  # type: ignore[no-any-return]
+    return None
+
+
+def has_used_gradients(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has stepped since the last backward.
+
+    If no step was seen, as in compiled code, its state shows whether there was one.
+
+    Args:
+        optimizer: the optimizer.
+    """
+    if optimizer not in _used_gradients:
+        return bool(optimizer.state)
+    used, writes = _used_gradients[optimizer]
+    grad = _find_first_gradient(optimizer)
+    return grad is not None and grad is used() and count_writes(grad) == writes

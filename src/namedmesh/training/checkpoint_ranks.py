@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -20,16 +19,10 @@ import torch.distributed.checkpoint as dcp
 
 from namedmesh._internal import agree_on_call, get_groups
 from namedmesh._torch import make_dcp_wrapper
-from namedmesh.errors import (
-    AgreementError,
-    CheckpointError,
-    NamedMeshError,
-    format_ranks,
-    print_in_one_line,
-)
+from namedmesh.errors import AgreementError, CheckpointError, NamedMeshError, format_ranks, print_in_one_line
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
-from namedmesh.training.checkpoint_metadata import CorruptedError
+from namedmesh.training.checkpoint_storage import CorruptedError
 
 # The words of gloo about a rank that has ended, or that does not answer.
 # Writes take longer than collectives.
@@ -49,10 +42,6 @@ class SaveFuture(Future[Path]):
         finally:
             self.was_raised = self.done()
 
-    def cancel(self) -> bool:
-        """Return False: a save that has started cannot be canceled."""
-        return False
-
 
 class CheckpointRanks:
     """The ranks of a mesh on a gloo group of their own, or one process without a mesh.
@@ -64,7 +53,7 @@ class CheckpointRanks:
         timeout: how long to wait for a rank that does not make a call: the timeout of the mesh. The
             group has a longer one, because a rank may write for a long time.
         saving: the running or finished save in the background that was not waited for, or None.
-        pinned: the pinned memory into which saves in the background copy, or None.
+        pinned: the pinned memory into which saves in the background copy, by entry.
     """
 
     _instances: ClassVar[WeakKeyDictionary[dist.ProcessGroup, CheckpointRanks]] = WeakKeyDictionary()
@@ -76,18 +65,7 @@ class CheckpointRanks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.timeout = timedelta(0)
         self.saving: SaveFuture | None = None
-        self.pinned: torch.Tensor | None = None
-
-    def get_pinned_buffer(self, size: int) -> torch.Tensor:
-        """Return pinned memory of at least ``size`` bytes: that of the last call, if it is enough.
-
-        Args:
-            size: the number of bytes. Without any, nothing is allocated.
-        """
-        if size and (self.pinned is None or self.pinned.numel() < size):
-            self.pinned = None  # the old memory may be needed for the new
-            self.pinned = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return torch.empty(0, dtype=torch.uint8, device="cpu") if self.pinned is None else self.pinned
+        self.pinned: dict[str, torch.Tensor] = {}
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh | None, call: str) -> CheckpointRanks:
@@ -129,11 +107,7 @@ class CheckpointRanks:
             return {"no_dist": True, "process_group": None}
         group = self._group()
         if group is None:
-            raise CheckpointError(
-                "The default group was destroyed, and the group of checkpoints with it. Before "
-                "destroy_process_group(), wait for a save in the background: get its result(), "
-                "or leave the 'with' block of CheckpointManager."
-            )
+            raise CheckpointError("the default group was destroyed; wait for a save in the background before")
         return {"no_dist": False, "process_group": group}
 
     def begin(self, call: str, path: Path) -> None:
@@ -156,9 +130,7 @@ class CheckpointRanks:
         saving, self.saving = self.saving, None
         error = None if saving is None else saving.exception()
         group = self.dcp_arguments["process_group"]
-        if group is None:
-            if saving is not None and error is not None and not saving.was_raised:
-                raise error
+        if group is None:  # a process without a mesh saves in the foreground
             return
         start = time.monotonic()
         try:
@@ -193,44 +165,39 @@ class CheckpointRanks:
         if saving is not None and not saving.was_raised:
             saving.result()
 
-    def run_on_rank0(self, problem: str, function: Callable[[], Any]) -> Any:
-        """Call a function on rank 0, and broadcast its result.
+    def run_on_all_ranks(
+        self, problem: str, function: Callable[[], Any], merge: Callable[[list[Any]], Any] = list
+    ) -> Any:
+        """Call a function on every rank, merge the results on rank 0, and broadcast the result.
 
         Collective: every rank must call it.
 
         Args:
             problem: the start of the message for unexpected errors, such as "x could not be read".
             function: the function, which gets no arguments.
+            merge: called on rank 0 with the results in the order of the ranks.
 
         Returns:
-            The result of the function on rank 0.
+            The result of ``merge``.
 
         Raises:
-            CheckpointError: on every rank, if the function raises an error on rank 0.
+            CheckpointError: on every rank, if a function raises an error on any rank.
         """
+        call, merge = _make_errors_sendable(function), _make_errors_sendable(merge)
         with self.reraise_on_all_ranks(problem):
             # A wrapper for each call: it refers to the group, which is only held weakly here.
-            wrapper = make_dcp_wrapper(**self.dcp_arguments)
-            return wrapper.broadcast("checkpoint", partial(_call_with_sendable_error, function))
+            return make_dcp_wrapper(**self.dcp_arguments).all_reduce("checkpoint", call, merge)
 
-    def run_on_all_ranks(self, problem: str, function: Callable[[], Any]) -> Any:
-        """Call a function on every rank, and all-gather the results.
+    def run_on_rank0(self, problem: str, function: Callable[[], Any]) -> Any:
+        """Call a function on rank 0, and broadcast its result or its error.
 
         Collective: every rank must call it.
 
         Args:
-            problem: the start of the message for unexpected errors, such as "x could not be read".
+            problem: the start of the message for unexpected errors.
             function: the function, which gets no arguments.
-
-        Returns:
-            The results in the order of the ranks.
-
-        Raises:
-            CheckpointError: on every rank, if the function raises an error on any rank.
         """
-        with self.reraise_on_all_ranks(problem):
-            call = partial(_call_with_sendable_error, function)
-            return make_dcp_wrapper(**self.dcp_arguments).all_gather("checkpoint", call)
+        return self.run_on_all_ranks(problem, lambda: None, lambda _: function())
 
     @contextmanager
     def reraise_on_all_ranks(self, problem: str) -> Iterator[None]:
@@ -258,31 +225,6 @@ class CheckpointRanks:
             raise found from None
 
 
-def copy_into_buffer(tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Copy tensors into one buffer of bytes, and return the copies, which are views of it.
-
-    Args:
-        tensors: the tensors. The copies from an accelerator do not wait for each other.
-        buffer: the buffer, with :func:`align` of the bytes of all tensors at least.
-    """
-    copies = {}
-    start = 0
-    for name, tensor in tensors.items():
-        copies[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        copies[name].copy_(tensor, non_blocking=True)
-        start += align(tensor.nbytes)
-    return copies
-
-
-def align(size: int) -> int:
-    """Return a number of bytes rounded up: a tensor of any dtype may begin behind them.
-
-    Args:
-        size: the number of bytes.
-    """
-    return -(-size // 64) * 64
-
-
 def group_by_rank(problems: Mapping[int, Iterable[str]]) -> list[str]:
     """Return each problem once, with the ranks that have it.
 
@@ -299,14 +241,18 @@ def group_by_rank(problems: Mapping[int, Iterable[str]]) -> list[str]:
     return [text if 0 in ranks else f"{format_ranks(ranks)}: {text}" for text, ranks in grouped]
 
 
-def _call_with_sendable_error(function: Callable[[], Any]) -> Any:
-    """Call a function, and convert errors that may be impossible to pickle for another rank."""
-    try:
-        return function()
-    except (NamedMeshError, OSError):
-        raise
-    except Exception as error:
-        raise CheckpointError(_format_first_line(error)) from error
+def _make_errors_sendable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose errors can be pickled for the other ranks."""
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (NamedMeshError, OSError):
+            raise
+        except Exception as error:
+            raise CheckpointError(_format_first_line(error)) from error
+
+    return call
 
 
 def _format_first_line(error: BaseException) -> str:

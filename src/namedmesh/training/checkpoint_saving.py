@@ -1,13 +1,15 @@
-"""Saving: the ranks compare their values, and DCP's planner gets the entries to write."""
+"""Saving: the ranks compare their values, and DCP writes them."""
 
 from __future__ import annotations
 
-import pickle
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,92 +19,173 @@ from namedmesh._torch import all_gather_object
 from namedmesh.errors import CheckpointError, GradientError, format_items, format_ranks
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import to_local
-from namedmesh.training.checkpoint_names import (
-    GRADIENT,
-    Options,
-    merge_aliases,
-    merge_options,
-    name_copy,
-    to_plain_data,
-)
-from namedmesh.training.checkpoint_ranks import CheckpointRanks
+from namedmesh.training.checkpoint_folders import Lock, prepare_folder, remove_leftovers
+from namedmesh.training.checkpoint_names import GRADIENT, Names, make_path, name_copy, to_plain_data
+from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
 from namedmesh.training.checkpoint_state import State
-from namedmesh.training.checkpoint_storage import VALUES_NAME, Progress
+from namedmesh.training.checkpoint_storage import Progress, StorageWriter
 
 # Relative tolerance for the plain state of optimizers. Replicas may differ by rounding.
 _STATE_TOLERANCE = 1e-2
-# Characters of an extra value that a message shows, and that ranks compare if it has no more.
+# Characters of an extra value that a message shows.
 _SHORT_TEXT = 60
 
 
-def agree_on_values(
-    state: State, ranks: CheckpointRanks, extra: Mapping[str, Any], problem: str, *, in_background: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Collect the state of this rank, and compare it with the other ranks.
-
-    Collective: every rank must call it.
+class Save:
+    """One save of a model, its optimizers and data loaders, and extra values.
 
     Args:
-        state: the state, which is filled.
-        ranks: the ranks.
+        path: the folder.
+        mesh: the mesh; None in a process without process groups.
+        objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
         extra: the extra values of this rank.
-        problem: the start of the message for unexpected errors.
-        in_background: whether the values are written while training continues.
-
-    Returns:
-        The entries that this rank writes, and the table of the checkpoint.
+        run: the run that the checkpoint belongs to.
+        on_finish: called on rank 0 after the checkpoint is complete.
     """
 
-    def collect() -> tuple[Any, ...]:
-        names = state.collect()
+    def __init__(
+        self,
+        path: Path,
+        mesh: NamedMesh | None,
+        objects: tuple[Any, ...],
+        extra: Mapping[str, Any],
+        *,
+        run: str | None = None,
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._path = path
+        self._mesh = mesh
+        self._extra = dict(extra)
+        self._on_finish = on_finish
+        self._state = State(mesh, *objects)
+        self._ranks = CheckpointRanks.from_mesh(mesh, "save")
+        self._problem = f"the checkpoint {path} could not be written"
+        layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
+        # What rank 0 writes about the checkpoint: the table and the manifest of pack_metadata().
+        self._table: dict[str, Any] = {}
+        self._manifest: dict[str, Any] = {"layout": layout, "run": run}
+        self._lock: Lock | None = None  # only rank 0 has one, until the end of the save
+        self._future = SaveFuture()
+        self._future.set_running_or_notify_cancel()  # it cannot be canceled from now on
+
+    def start(self, *, async_: bool) -> SaveFuture:
+        """Compare the values of all ranks, and write them.
+
+        Collective: every rank of the mesh must call it, after :meth:`CheckpointRanks.begin`.
+
+        Args:
+            async_: whether to write in the background.
+        """
+        ranks = self._ranks
+        # Without a mesh, every call has its own CheckpointRanks, and could not wait for this save.
+        in_background = async_ and self._mesh is not None
+        # Two calls: the second communicates, and all ranks must have collected without an error.
+        aliases, copies = ranks.run_on_all_ranks(self._problem, self._collect, self._merge)
+        ranks.run_on_all_ranks(self._problem, lambda: self._prepare(aliases, in_background=in_background))
+        ranks.run_on_rank0(self._problem, self._prepare_folder)
+        values = rename_values(self._state, aliases, copies, ranks.rank)
+        if not in_background:
+            self._write(values, None)
+            self._future.result()
+            return self._future
+        # The current device of a new thread is device 0, on which it would allocate memory.
+        device = None
+        if self._mesh is not None and self._mesh.device.type != "cpu":
+            device = torch.accelerator.current_device_index()
+        ranks.saving = self._future
+        threading.Thread(target=self._write, args=(values, device), name="namedmesh save").start()
+        return self._future
+
+    def _collect(self) -> tuple[Any, ...]:
+        """Collect the state of this rank, and return the summaries that the ranks compare."""
+        state = self._state
+        state.collect()
         state.check_gradients()
-        state.extra = {key: to_plain_data(value, f"the extra value {key}") for key, value in extra.items()}
-        leaves: dict[str, str] = {}
-        for key, value in state.extra.items():
-            leaves |= _list_leaves(key, value)
+        texts: dict[str, tuple[str, int]] = {}
+        for key, value in self._extra.items():
+            self._extra[key] = plain = to_plain_data(value, f"the extra value {key}")
+            texts[key] = (f"{plain!r:.{_SHORT_TEXT}}", digest(plain))
         # A single process has nothing to compare with.
-        summaries = {} if state.mesh is None else summarize_values(state)
-        return names, leaves, summaries, digest(pickle.dumps(tuple(state.options))), state.local
+        return state.names, texts, {} if state.mesh is None else summarize_values(state)
 
-    # Two calls: prepare() communicates, and all ranks must have collected without an error.
-    reports = ranks.run_on_all_ranks(problem, collect)
-    names, extras, summaries, digests, local = zip(*reports, strict=True)
-    _check_extra_equal(extras)
-    aliases = merge_aliases(names)
+    def _merge(self, reports: list[Any]) -> tuple[Any, ...]:
+        """Fill the table on rank 0, and return the aliases and copies of all ranks."""
+        names_by_rank, texts_by_rank, summaries = zip(*reports, strict=True)
+        check_extra_equal(texts_by_rank)
+        names = Names.merge(names_by_rank)
+        copies = find_copies(summaries)
+        self._table = {"names": tuple(names._replace(model={})), "copies": copies, "extra": self._extra}
+        return names.aliases, copies
 
-    def prepare() -> Options | None:
-        state.all_reduce_partial()
-        if state.mesh is not None:
-            _check_replicas(state, state.mesh, aliases)
+    def _prepare(self, aliases: Mapping[str, str], *, in_background: bool) -> None:
+        """Compare the weights, and copy all values if training continues before they are written."""
+        self._state.all_reduce_partial()
+        if self._mesh is not None:
+            check_replicas(self._state, self._mesh, aliases)
         if in_background:
-            state.copy_to_cpu(ranks)
-        # The options of all parameters are large, and most ranks have the same.
-        return state.options if digests.index(digests[ranks.rank]) == ranks.rank else None
+            self._state.copy_to_cpu(self._ranks.pinned)
 
-    options = merge_options(ranks.run_on_all_ranks(problem, prepare))
-    copies = find_copies(summaries)
-    table = {"options": tuple(options), "aliases": aliases, "copies": copies, "extra": state.extra}
-    table["local"] = sorted(set().union(*local))
-    return rename_values(state, aliases, copies, ranks.rank), table
+    def _prepare_folder(self) -> None:
+        self._lock, self._manifest["order"] = prepare_folder(self._path)
+
+    def _write(self, values: dict[str, Any], device: int | None) -> None:
+        """Write the values of this rank, and finish the future.
+
+        Args:
+            values: the values.
+            device: the device of this rank, if this is a thread.
+        """
+        progress = Progress(f"saving {self._path}", is_shown=self._ranks.rank == 0)
+        writer = StorageWriter(self._path, self._table, self._manifest, self._finish)
+        if self._ranks.saving is self._future:
+            # Otherwise DCP copies ahead on a stream of an accelerator, which the CPU does not need.
+            writer.per_thread_copy_ahead = 0
+        try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            with self._ranks.reraise_on_all_ranks(self._problem):
+                planner = SavePlanner(values, self._state.owners, progress)
+                dcp.save({}, storage_writer=writer, planner=planner, **self._ranks.dcp_arguments)
+        except BaseException as error:  # noqa: BLE001  also if it is interrupted
+            # The checkpoint may be complete nevertheless: if a rank dies after _finish(), only the
+            # last broadcast of DCP fails. remove_leftovers() keeps a complete checkpoint.
+            self._lock = None
+            if self._ranks.rank == 0:
+                remove_leftovers(self._path)
+            self._future.set_exception(error)
+        else:
+            self._lock = None
+            self._future.set_result(self._path)
+        progress.end()
+
+    def _finish(self) -> None:
+        """Remove the files that the checkpoint replaces. DCP calls it on rank 0."""
+        remove_leftovers(self._path)
+        self._on_finish()
 
 
-def _check_extra_equal(leaves_by_rank: Sequence[Mapping[str, str]]) -> None:
+def check_extra_equal(texts_by_rank: Sequence[Mapping[str, tuple[str, int]]]) -> None:
     """Check that all ranks have given the same extra values.
 
     Args:
-        leaves_by_rank: the result of :func:`_list_leaves` for the extra values of each rank.
+        texts_by_rank: for each rank, the text and the digest of each value.
 
     Raises:
-        CheckpointError: on every rank, with the values that differ.
+        CheckpointError: the values of some ranks differ, or are not given on all ranks.
     """
     problems = []
-    for leaf in dict.fromkeys(chain.from_iterable(leaves_by_rank)):
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, leaves in enumerate(leaves_by_rank):
-            ranks_by_value.setdefault(leaves.get(leaf, "not given"), []).append(rank)
-        if len(ranks_by_value) > 1:
-            values = [f"{text} on {format_ranks(ranks)}" for text, ranks in ranks_by_value.items()]
-            problems.append(f"{leaf} is {format_items(values, 4)}")
+    for key in dict.fromkeys(chain.from_iterable(texts_by_rank)):
+        text_by_digest: dict[int, str] = {}
+        ranks_by_digest: dict[int, list[int]] = {}
+        for rank, texts in enumerate(texts_by_rank):
+            text, at = texts.get(key, ("not given", 0))
+            text_by_digest.setdefault(at, text)
+            ranks_by_digest.setdefault(at, []).append(rank)
+        if len(ranks_by_digest) > 1:
+            values = [
+                f"{text_by_digest[at]} on {format_ranks(ranks)}" for at, ranks in ranks_by_digest.items()
+            ]
+            problems.append(f"{key} is {format_items(values, 4)}")
     if problems:
         raise CheckpointError(
             f"the extra values differ between ranks: {format_items(problems, 4)}; give every rank "
@@ -110,29 +193,34 @@ def _check_extra_equal(leaves_by_rank: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _list_leaves(path: str, value: Any) -> dict[str, str]:
-    """Return the values in nested dicts and lists by their paths, as short texts that differ."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    leaves: dict[str, str] = {}
-    for key, item in items:
-        leaves |= _list_leaves(f"{path}[{key!r}]", item)
-    text = repr(value)
-    if not isinstance(value, str | int | float | None) or len(text) > _SHORT_TEXT:
-        text = f"{text[:_SHORT_TEXT]} ({digest(value):x})"
-    return leaves or {path: text}
+def check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> None:
+    """Check that parameters of one name are one weight, on replicas and on pipeline stages.
 
+    Collective: every rank must call it.
 
-def _check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> None:
-    """Check that parameters of one name are one weight. Collective: every rank must call it.
+    Args:
+        state: this rank's collected state.
+        mesh: the mesh.
+        aliases: the aliases of parameters on any rank, and the names that they are saved under.
 
     Raises:
         CheckpointError: on every rank that compares them, they differ.
     """
-    problems = _find_unequal_stages(state, mesh, aliases)
+    problems = []
+    if "pp" in mesh.layout and mesh.size("pp") > 1:
+        group = mesh.group("pp")
+        params = {aliases.get(name, name): param for name, param in state.params.items()}
+        counts = Counter(chain.from_iterable(all_gather_object(group, list(params))))
+        entries = []
+        for name, param in params.items():
+            if counts[name] > 1:
+                entries.append(Entry("weights", name, param.detach(), to_local(param).numel(), LENIENT))
+        for _, name in find_differences(entries, group, mesh.device):
+            problems.append(
+                f"{name!r} has other values on other stages, and a checkpoint has one tensor of each "
+                "name. The name of a layer has its number in the full model (training.stage_layers), "
+                "and tied weights are equal"
+            )
     try:
         # It communicates, so no rank may raise an error before.
         compare_weights(list(chain.from_iterable(map(nn.Module.parameters, state.modules))), mesh)
@@ -142,51 +230,30 @@ def _check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -
         raise CheckpointError(*problems)
 
 
-def _find_unequal_stages(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) -> list[str]:
-    """Return a message for each parameter that has other values on another pipeline stage.
-
-    Collective: every rank of the mesh must call it.
-    """
-    if "pp" not in mesh.layout or mesh.size("pp") == 1:
-        return []
-    group = mesh.group("pp")
-    params = {aliases.get(name, name): param for name, param in state.params.items()}
-    counts = Counter(chain.from_iterable(all_gather_object(group, list(params))))
-    entries = []
-    for name, param in params.items():
-        if counts[name] > 1:
-            entries.append(Entry("weights", name, param.detach(), to_local(param).numel(), LENIENT))
-    problems = []
-    for _, name in find_differences(entries, group, mesh.device):
-        problems.append(
-            f"{name!r} has other values on other stages, and a checkpoint has one tensor of each "
-            "name. The name of a layer has its number in the full model (training.stage_layers), "
-            "and tied weights are equal"
-        )
-    return problems
-
-
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's save planner with the entries of a rank, and on rank 0 a table about them.
+    """DCP's save planner with the entries of a rank.
 
     DCP removes the entries that several ranks have under one name, and balances the writes.
 
     Args:
         values: this rank's entries.
-        table: what a load needs to know about the entries of all ranks.
+        owners: the parameter and the key of the entries of optimizers.
         progress: counts the bytes.
     """
 
-    def __init__(self, values: dict[str, Any], table: dict[str, Any], progress: Progress) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._entries = values
-        self._table = table
+    def __init__(
+        self, values: Mapping[str, Any], owners: Mapping[str, tuple[str, str]], progress: Progress
+    ) -> None:
+        super().__init__(flatten_sharded_tensors=False)
+        self._entries = dict(values)
+        self._owners = owners
         self._progress = progress
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
         """Use these entries. DCP's ``save`` logs every value in the state dict that it is given."""
-        table = {VALUES_NAME: self._table} if is_coordinator else {}
-        super().set_up_planner(self._entries | table, storage_meta, is_coordinator)
+        self.state_dict = self._entries
+        self.is_coordinator = is_coordinator
+        self.mappings = {name: make_path(name, self._owners) for name in self._entries}
 
     def resolve_data(self, write_item: Any) -> Any:
         """Return the data of an item, for DCP to write."""
@@ -203,10 +270,10 @@ def summarize_values(state: State) -> dict[str, list[float] | int]:
     """
     summaries: dict[str, list[float] | int] = {}
     for name, value in state.values.items():
-        parameter = state.find_parameter(name)
         if isinstance(value, DTensor) or name.removeprefix("model.") in state.params:
             continue
-        if isinstance(value, Tensor) and value.shape == getattr(parameter, "shape", None):
+        param = state.params[state.owners[name][0]] if name in state.owners else None
+        if isinstance(value, Tensor) and param is not None and value.shape == param.shape:
             summaries[name] = fingerprint([value], value.numel())[0].sum(0).tolist()
         else:
             summaries[name] = digest(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -12,30 +12,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from namedmesh._torch import (
-    has_unsharded_gradients,
-    replace_local_tensor,
-    runs_code_on_load,
-)
+from namedmesh._torch import has_unsharded_gradients, replace_local_tensor, runs_code_on_load
 from namedmesh.errors import CheckpointError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharding import find_plain_shard, to_local
 from namedmesh.training import seeds
-from namedmesh.training.checkpoint_gradients import has_used_gradients
 from namedmesh.training.checkpoint_names import (
     GRADIENT,
     GROUPS,
     Names,
-    Options,
     check_storable,
     format_entry,
+    has_used_gradients,
     to_plain_data,
 )
-from namedmesh.training.checkpoint_ranks import CheckpointRanks, align, copy_into_buffer
 from namedmesh.training.tying import get_tie
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module]
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
+
+_RANDOM = "namedmesh.random."
 
 
 class State:
@@ -48,15 +44,13 @@ class State:
         data: the data loader, or a list.
 
     Attributes:
-        extra: the keyword arguments ``**extra`` of ``save()``.
         values: by entry name, the tensors of the model and the optimizers (shards as DTensors over
             the same memory), and copies of all other objects.
         owners: the parameter and the key of each entry that belongs to an optimizer's parameter.
         params: the parameters by name, shards as DTensors.
-        names: the further names of parameters.
-        options: the options of optimized parameters.
-        local: the entry names of optimizer tensors that are plain tensors (and therefore differ by
-            rank) although their parameter is a DTensor.
+        names: the names of this rank, and the options of its optimizers.
+        plain_shards: the names of parameters that are plain tensors, and DTensors in ``params``,
+            because their attributes make them shards.
     """
 
     def __init__(
@@ -67,19 +61,15 @@ class State:
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
         loaders: Any = data if isinstance(data, list | tuple) else [data]
         self.loaders = [loader for loader in loaders if loader is not None]
-        self.extra: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
         self.owners: dict[str, tuple[str, str]] = {}
         self.params: dict[str, Tensor] = {}
-        self.names = Names({}, {})
-        self.options = Options({}, {})
-        self.local: set[str] = set()
+        self.names = Names.merge([])
+        self.plain_shards: set[str] = set()
         # The name of each parameter, by its id: a parameter may have several names.
         self._names_by_id: dict[int, str] = {}
         # For each entry of the model, the tensor that it was made from.
         self._sources: dict[str, object] = {}
-        # The names of parameters that are plain tensors, and DTensors in ``params``.
-        self._plain_shards: set[str] = set()
         # Modules whose tensors cannot be loaded in place, with the entry of each key.
         self._indirect: list[tuple[nn.Module, dict[str, str]]] = []
 
@@ -89,7 +79,7 @@ class State:
         Does not communicate.
 
         Returns:
-            The names of this rank, for :func:`merge_aliases`.
+            The names of this rank.
 
         Raises:
             CheckpointError: a parameter is on the meta device; a tensor cannot be saved; two values
@@ -110,7 +100,7 @@ class State:
                 )
             self._add(f"namedmesh.data.{number}", loader.state_dict())
         for name, state in seeds.collect_rng_states().items():
-            self._add(f"namedmesh.random.{name}", state)
+            self._add(f"{_RANDOM}{name}", state)
         return self.names
 
     def _add_module(self, module: nn.Module) -> None:
@@ -142,26 +132,26 @@ class State:
     def _add_to_model(self, name: str, value: Any) -> None:
         """Add an item of the model's state dict; a parameter seen before becomes an alias."""
         entry = f"model.{name}"
-        if value is not None and self._sources.get(entry) is value:
-            return  # two modules of this rank share the parameter
+        if value is None or self._sources.get(entry) is value:
+            return  # two modules of this rank may share the parameter
         if isinstance(value, nn.Parameter):
-            if self._names_by_id.get(id(value), name) != name:
-                self.names.aliases[name] = self._names_by_id[id(value)]
+            first = self._names_by_id.get(id(value), name)
+            if first != name:
+                self.names.aliases[name] = first
                 return
-            tie = get_tie(value)
-            if tie is not None:
+            if (tie := get_tie(value)) is not None:
                 self.names.ties[tie] = name
+            self._add_parameter(name, value)
         self._add(entry, value, value)
         self._sources[entry] = value
-        if isinstance(value, nn.Parameter):
-            self._add_parameter(name, value)
+        self.names.model[name] = None
 
     def _add_parameter(self, name: str, param: Tensor) -> None:
         """Add the name of a parameter."""
         self._names_by_id[id(param)] = name
         self.params[name] = wrapped = self._wrap_plain_shard(param, param)
         if isinstance(wrapped, DTensor) and not isinstance(param, DTensor):
-            self._plain_shards.add(name)
+            self.plain_shards.add(name)
 
     def _add(self, name: str, value: Any, param: object = None) -> None:
         """Add a tensor or another object to ``values``, under the name of an entry.
@@ -190,20 +180,6 @@ class State:
             raise CheckpointError(f"{label} is the name of two values; {remedy}")
         self.values[name] = value
 
-    def find_parameter(self, name: str) -> Any:
-        """Return the parameter for which an optimizer keeps the tensor of an entry, or None.
-
-        It is a DTensor if it is a shard.
-
-        Args:
-            name: the name of the entry.
-        """
-        return self.params.get(self.owners[name][0]) if name in self.owners else None
-
-    def is_plain_shard(self, param_name: str) -> bool:
-        """Return whether a parameter is a plain tensor whose attributes make it a shard."""
-        return param_name in self._plain_shards
-
     def _add_optimizer(self, number: int, optimizer: Optimizer) -> None:
         """Add the state of an optimizer, and the options and gradients of its parameters.
 
@@ -213,13 +189,11 @@ class State:
         """
         named = self._named_parameters(optimizer)
         if unknown := [tuple(param.shape) for name, param in named if not name]:
-            problem = (
-                f"the optimizer has parameters of shape {format_items(unknown)} that are not in the model"
+            raise CheckpointError(
+                f"the optimizer has parameters of shape {format_items(unknown)} that are not in the "
+                "model; create it from the current parameters of the model, after parallelize() and "
+                "fully_shard()"
             )
-            remedy = (
-                "create it from the current parameters of the model, after parallelize() and fully_shard()"
-            )
-            raise CheckpointError(f"{problem}; {remedy}")
         state_dict = optimizer.state_dict()
         own = {key: value for key, value in state_dict.items() if key not in {"state", "param_groups"}}
         for index, values in state_dict["state"].items():
@@ -248,7 +222,7 @@ class State:
         found = self.values.get(entry)
         is_local = isinstance(found, Tensor) and found.ndim > 0 and not isinstance(found, DTensor)
         if is_local and isinstance(self.params[owner[0]], DTensor):
-            self.local.add(entry)
+            self.names.local[entry] = None
 
     def _add_options(self, number: int, optimizer: Optimizer) -> None:
         """Add the options of an optimizer, for each of its parameters and groups."""
@@ -258,11 +232,9 @@ class State:
         for position, group in enumerate(optimizer.param_groups):
             given = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
             options = to_plain_data(given, "an option of the optimizer")
-            self.options.groups[number * GROUPS + position] = options
-            # The groups of another layout may have other parameters.
-            entry = (class_names, number * GROUPS + position, options)
+            self.names.groups[number * GROUPS + position] = (class_names, options)
             for param in group["params"]:
-                self.options.params[self._names_by_id[id(param)]] = entry
+                self.names.params[self._names_by_id[id(param)]] = number * GROUPS + position
 
     def _named_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return the parameters of an optimizer with their names in the model.
@@ -319,36 +291,36 @@ class State:
                 self.values[name] = value.redistribute(placements=reduced)
 
     @torch.no_grad()
-    def copy_to_cpu(self, ranks: CheckpointRanks) -> None:
+    def copy_to_cpu(self, pinned: dict[str, Tensor]) -> None:
         """Replace the tensors in ``values`` by copies on the CPU, for a save in the background.
 
         Copies from an accelerator go to pinned memory and do not wait for each other. To allocate
-        pinned memory is slow, so the memory of the previous save is used again. torch rounds the
-        size of each allocation up to a power of two, so all tensors share one buffer.
+        pinned memory is slow, so the memory of the previous save is used again.
 
         Args:
-            ranks: the ranks, whose buffer is overwritten: the previous save must have finished.
+            pinned: the pinned memory by entry, which is overwritten: the previous save must have
+                finished.
         """
         devices: set[torch.device] = set()
-        on_accelerator: dict[str, Tensor] = {}
         for name, value in self.values.items():
             if not isinstance(value, Tensor):
                 continue
             local = to_local(value)
-            if local.device.type == "cpu":
-                self.values[name] = value.to("cpu", copy=True)
-            else:
-                on_accelerator[name] = local
-                devices.add(local.device)
-        buffer = ranks.get_pinned_buffer(sum(align(local.nbytes) for local in on_accelerator.values()))
-        for name, memory in copy_into_buffer(on_accelerator, buffer).items():
-            value = self.values[name]
-            self.values[name] = replace_local_tensor(value, memory) if isinstance(value, DTensor) else memory
-        for device in devices:
+            copy = torch.empty_like(local, device="cpu") if local.is_cpu else pinned.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (local.shape, local.dtype):
+                copy = pinned[name] = torch.empty_like(local, device="cpu", pin_memory=True)
+            copy.copy_(local, non_blocking=True)
+            self.values[name] = replace_local_tensor(value, copy) if isinstance(value, DTensor) else copy
+            devices.add(local.device)
+        for device in devices - {torch.device("cpu")}:
             torch.accelerator.current_stream(device).synchronize()
 
     def apply(
-        self, loaded: Mapping[str, Any], owners: Mapping[str, tuple[str, str]], options: Options
+        self,
+        loaded: Mapping[str, Any],
+        owners: Mapping[str, tuple[str, str]],
+        params: Container[str],
+        options: Mapping[int, dict[str, Any]],
     ) -> None:
         """Give loaded objects, and tensors that are not in place, to their owners.
 
@@ -357,16 +329,17 @@ class State:
         Args:
             loaded: the tensors and objects, by entry name.
             owners: the parameter and the key of the entries of optimizers.
-            options: the saved options of the parameters that are loaded, and of the groups here.
+            params: the parameters whose optimizer state is loaded. The others keep theirs.
+            options: the saved options of the groups here.
         """
         for module, entries in self._indirect:
-            state_dict = {}
+            state_dict: dict[str, Any] = {}
             for key, entry in entries.items():
                 if entry in loaded:
                     name = entry.removeprefix("model.")
                     state_dict[key] = self._to_plain_shard(name, loaded[entry])
+            # strict=False, because load() has checked the names of all ranks.
             if state_dict:
-                # strict=False, because load() has checked the names of all ranks.
                 module.load_state_dict(state_dict, strict=False)
         by_param: dict[str, dict[str, Any]] = {}
         for entry, (name, key) in owners.items():
@@ -374,58 +347,49 @@ class State:
                 by_param.setdefault(name, {})[key] = self._to_plain_shard(name, loaded[entry])
         for number, optimizer in enumerate(self.optimizers):
             own = dict(loaded.get(f"namedmesh.optimizers.{number}", {}))
-            self._apply_to_optimizer(number, optimizer, by_param, own, options)
+            for position, group in enumerate(optimizer.param_groups):
+                group.update(options.get(number * GROUPS + position, {}))
+            self._apply_to_optimizer(optimizer, by_param, own, params)
         for number, loader in enumerate(self.loaders):
             loader.load_state_dict(loaded[f"namedmesh.data.{number}"])
-        random = {name: value for name, value in loaded.items() if name.startswith("namedmesh.random.")}
-        seeds.restore_rng_states(
-            {name.removeprefix("namedmesh.random."): value for name, value in random.items()}
-        )
+        names = {name.removeprefix(_RANDOM): name for name in loaded if name.startswith(_RANDOM)}
+        seeds.restore_rng_states({name: loaded[entry] for name, entry in names.items()})
 
     def _to_plain_shard(self, param_name: str, value: Any) -> Any:
         """Return the local tensor for a parameter that is a plain shard, else the value."""
-        if isinstance(value, DTensor) and param_name in self._plain_shards:
-            return value.to_local()
-        return value
+        return value.to_local() if param_name in self.plain_shards and isinstance(value, DTensor) else value
 
     def _apply_to_optimizer(
         self,
-        number: int,
         optimizer: Optimizer,
         loaded: Mapping[str, dict[str, Any]],
         own: dict[str, Any],
-        options: Options,
+        params: Container[str],
     ) -> None:
         """Call ``load_state_dict()`` of an optimizer, and set the gradients of its parameters.
 
-        Parameters that are not loaded keep their state, options and gradients.
-
         Args:
-            number: the position of the optimizer in ``optimizers``.
             optimizer: the optimizer.
             loaded: by parameter, its state by key.
             own: the state that belongs to no parameter.
-            options: the saved options.
+            params: the parameters whose state is loaded.
         """
         named = self._named_parameters(optimizer)
         state_dict = optimizer.state_dict()
         state = dict(own.pop("state", {}))
         for index, (name, param) in enumerate(named):
-            if name in options.params:
-                values = dict(loaded.get(name, {}))
-                grad = values.pop("gradient", None)
-                if grad is not None:
-                    param.grad = grad.to(param.dtype)
-                if values:
-                    state[index] = values
-            elif index in state_dict["state"]:
-                state[index] = state_dict["state"][index]
-        for position, group in enumerate(state_dict["param_groups"]):
-            group.update(options.groups.get(number * GROUPS + position, {}))
+            if name not in params:
+                state[index] = state_dict["state"].get(index, {})
+                continue
+            state[index] = dict(loaded.get(name, {}))
+            grad = state[index].pop("gradient", None)
+            if grad is not None:
+                param.grad = grad.to(param.dtype)
+        state = {index: values for index, values in state.items() if values}
         optimizer.load_state_dict({**state_dict, **own, "state": state})
         # torch converts all state except "step" to the dtype of the parameter. Restore the dtype.
-        for index, (name, param) in enumerate(named):
-            for key, value in state.get(index, {}).items() if name in options.params else ():
+        for index, (_, param) in enumerate(named):
+            for key, value in state.get(index, {}).items():
                 converted = optimizer.state[param][key]
                 if isinstance(value, Tensor) and converted.dtype != value.dtype:
                     optimizer.state[param][key] = value.to(converted.device)
@@ -433,13 +397,13 @@ class State:
 
 def _make_wrapper_remover(module: nn.Module) -> Callable[[str], str]:
     """Return a function that removes the prefixes of DDP and other wrappers from a key."""
-    prefixes = []  # of the modules that DDP wraps
+    wrapped = []  # the names of the modules that are DDP's
     for name, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, DistributedDataParallel):
-            prefixes.append(f"{name}." if name else "")
+            wrapped.append(f"{name}." if name else "")
 
     def remove_wrappers(key: str) -> str:
-        for prefix in reversed(prefixes):  # inner ones first: their names contain the outer ones
+        for prefix in reversed(wrapped):  # inner ones first: their names contain the outer ones
             if key.startswith(f"{prefix}module."):
                 key = prefix + key.removeprefix(f"{prefix}module.")
         return seeds.strip_wrapper_names(key)

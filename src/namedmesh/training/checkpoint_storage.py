@@ -3,22 +3,26 @@
 DCP's ``.metadata`` describes the tensors and names their files. A save replaces it last, in one
 step, so a checkpoint is complete or absent. namedmesh adds to DCP's format
 
-- a trailer behind the pickle in ``.metadata``, which unpickling ignores: JSON about the checkpoint,
-  with the checksum of the pickle, so that a folder can be listed without reading much;
 - the checksum of the stored bytes of each item, as an attribute of its place in a file;
-- further entries, whose names start with ``namedmesh.``.
+- behind the pickle in ``.metadata``, which unpickling ignores: a table with the extra values and
+  what the loader needs to know about the ranks, and the manifest, a JSON text by which a folder is
+  listed without reading much.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import mmap
 import os
+import pickle
+import re
 import secrets
+import struct
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
@@ -30,18 +34,152 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from namedmesh.errors import CheckpointError, format_items
-from namedmesh.training.checkpoint_metadata import METADATA_NAME, make_corrupted_error, pack_metadata
+from namedmesh._torch import make_storage_unpicklers
+from namedmesh.errors import CheckpointError, format_items, get_first_line
+from namedmesh.training.checkpoint_names import Names
 
-VALUES_NAME = "namedmesh.values"
-"""The entry with the extra values, the options of optimizers, and aliases of names."""
+METADATA_NAME = ".metadata"
+DATA_FILE = re.compile(r"__[0-9a-f]{16}__\d+_\d+\.distcp")
+"""The names of files with tensors. Those of other programs have no random part."""
 VISIBILITY_TIMEOUT = 20.0
 """Seconds until a host of a network file system sees a file of another host."""
 
+_MAGIC = b"namedmesh 1\n"
+# The end of ``.metadata``: the length of the manifest in front of it, its checksum, and the magic.
+_FOOTER = struct.Struct(f">II{len(_MAGIC)}s")
 _REMEDY = "give a path on a file system that all hosts share, such as NFS or Lustre"
 _QUIET_SECONDS = 2
 # Checksums of smaller files take less time than to start threads.
 _THREADS_MIN_BYTES = 1 << 25
+
+
+class CorruptedError(CheckpointError):
+    """A file of a checkpoint is missing, or its checksum is wrong."""
+
+
+def make_corrupted_error(name: str, path: Path) -> CorruptedError:
+    """Return the error for a file of the checkpoint at ``path``."""
+    problem = f"the checkpoint {path} is corrupted: {name} is missing, or failed its checksum"
+    return CorruptedError(f"{problem}; load an older checkpoint")
+
+
+# --- the metadata ---
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads the pickled ``.metadata`` of DCP, and rejects everything that is no part of one.
+
+    The allowed names stand for functions and classes of this object, so that a file cannot change
+    the attributes of torch's.
+    """
+
+    def __init__(self, contents: bytes) -> None:
+        super().__init__(io.BytesIO(contents))
+        self._allowed = make_storage_unpicklers()
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._allowed.get((module, name))
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        if found is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a part of a checkpoint")
+        return found
+
+
+def pack_metadata(metadata: dcp.Metadata, table: Mapping[str, Any], manifest: Mapping[str, Any]) -> bytes:
+    """Return the contents of a ``.metadata``.
+
+    Args:
+        metadata: DCP's metadata.
+        table: what the loader needs to know about the ranks, and the extra values.
+        manifest: what the listing of a directory needs to know.
+    """
+    written = io.BytesIO(pickle.dumps(metadata))
+    start = written.seek(0, os.SEEK_END)
+    torch.save(dict(table), written)
+    contents = written.getvalue()
+    text = json.dumps({**manifest, "table": start, "checksum": zlib.crc32(contents)}).encode()
+    return contents + text + _FOOTER.pack(len(text), zlib.crc32(text), _MAGIC)
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """Return the manifest of a checkpoint; None for a folder of another program.
+
+    Raises:
+        FileNotFoundError: there is no ``.metadata``.
+        CorruptedError: the manifest is cut off, or failed its checksum.
+    """
+    with (path / METADATA_NAME).open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _FOOTER.size))
+        footer = file.read()
+        if len(footer) < _FOOTER.size or not footer.endswith(_MAGIC):
+            if any(DATA_FILE.fullmatch(other.name) for other in path.iterdir()):
+                raise make_corrupted_error(METADATA_NAME, path)
+            return None
+        length, checksum, _ = _FOOTER.unpack(footer)
+        start = max(0, size - _FOOTER.size - length)
+        file.seek(start)
+        text = file.read(length)
+    if zlib.crc32(text) != checksum:
+        raise make_corrupted_error(METADATA_NAME, path)
+    manifest: dict[str, Any] = json.loads(text)
+    return manifest | {"start": start}
+
+
+def unpickle_metadata(contents: bytes, path: Path) -> dcp.Metadata:
+    """Return the metadata in a pickle of DCP, without running code that it names.
+
+    Args:
+        contents: the pickle.
+        path: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: it is not DCP's metadata, or it names a file that is not in the folder.
+    """
+    try:
+        metadata: Any = _MetadataUnpickler(contents).load()
+        names = {place.relative_path for place in metadata.storage_data.values()}
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint: its {METADATA_NAME} is not the metadata of "
+            f"torch.distributed.checkpoint ({get_first_line(error)})"
+        ) from error
+    for name in names:
+        check_file_name(name, path)
+    return metadata  # type: ignore[no-any-return]
+
+
+def read_metadata(path: Path) -> tuple[dcp.Metadata, dict[str, Any]]:
+    """Return DCP's metadata of a folder, and the table with the manifest.
+
+    Args:
+        path: the folder. The table of another program's is empty.
+
+    Raises:
+        CorruptedError: the file failed its checksum.
+        CheckpointError: it is not DCP's metadata, or it names a file that is not in the folder.
+    """
+    manifest = read_manifest(path)
+    contents = (path / METADATA_NAME).read_bytes()
+    if manifest is None:
+        return unpickle_metadata(contents, path), {}
+    contents = contents[: manifest["start"]]
+    if zlib.crc32(contents) != manifest["checksum"]:
+        raise make_corrupted_error(METADATA_NAME, path)
+    stored = io.BytesIO(contents[manifest["table"] :])
+    table = torch.load(stored, weights_only=True, map_location="cpu")
+    return unpickle_metadata(contents, path), {**manifest, **table}
+
+
+def check_file_name(name: object, path: Path) -> None:
+    """Check that a name in a file of a checkpoint is the name of a file in its folder.
+
+    Raises:
+        CheckpointError: it may be outside.
+    """
+    if not isinstance(name, str) or name in {"", ".", ".."} or Path(name).name != name:
+        raise CheckpointError(f"the checkpoint {path} names the file {name!r}, which is not in its folder")
 
 
 # --- progress and checksums ---
@@ -82,7 +220,15 @@ class Progress:
         sys.stderr.flush()
 
 
-def compute_checksums(file: Path, places: Sequence[Any], add_bytes: Callable[[int], None]) -> list[int]:
+def group_by_file(places: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return places in files by the name of the file."""
+    by_file: dict[str, list[Any]] = {}
+    for place in places:
+        by_file.setdefault(place.relative_path, []).append(place)
+    return by_file
+
+
+def compute_checksums(file: Path, places: Iterable[Any]) -> list[int]:
     """Return the checksum of the stored bytes of each place in a file.
 
     The file is mapped, so nothing is copied. zlib releases the GIL, so large files are read in
@@ -91,13 +237,11 @@ def compute_checksums(file: Path, places: Sequence[Any], add_bytes: Callable[[in
     Args:
         file: the file.
         places: objects with an offset and a length.
-        add_bytes: is called with the length of each place.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the file is empty.
     """
-    sums: list[int] = []
     with (
         file.open("rb") as opened,
         mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -109,21 +253,34 @@ def compute_checksums(file: Path, places: Sequence[Any], add_bytes: Callable[[in
             return zlib.crc32(view[place.offset : place.offset + place.length])
 
         compute_all = pool.map if len(view) > _THREADS_MIN_BYTES else map
-        for place, checksum in zip(places, compute_all(compute, places), strict=True):
-            sums.append(checksum)
-            add_bytes(place.length)
-    return sums
+        return list(compute_all(compute, places))
 
 
-def group_by_file(places: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return places in files by the name of the file."""
-    by_file: dict[str, list[Any]] = {}
-    for place in places:
-        by_file.setdefault(place.relative_path, []).append(place)
-    return by_file
+def check_places(path: Path, places: Iterable[Any], progress: Progress) -> None:
+    """Check the stored bytes of places in the files of a checkpoint.
+
+    Args:
+        path: the checkpoint.
+        places: the places. Those of other programs have no checksum, and are not checked.
+        progress: counts the bytes.
+
+    Raises:
+        CorruptedError: a file is missing, or failed its checksum.
+        CheckpointError: this host does not see the folder.
+    """
+    if not wait_until_visible(path):
+        raise CheckpointError(f"{path} is visible on rank 0, but not here; {_REMEDY}")
+    checked = [place for place in places if getattr(place, "crc32", None) is not None]
+    for name, in_file in group_by_file(checked).items():
+        checksums: list[int] = []
+        with suppress(OSError, ValueError):
+            checksums = compute_checksums(path / name, in_file)
+        if checksums != [place.crc32 for place in in_file]:
+            raise make_corrupted_error(name, path)
+        progress.add(sum(place.length for place in in_file))
 
 
-# --- files ---
+# --- writing ---
 
 
 def wait_until_visible(path: Path) -> bool:
@@ -152,9 +309,6 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-# --- writing ---
-
-
 class StorageWriter(dcp.FileSystemWriter):
     """DCP's writer. An earlier checkpoint in the folder stays until the end.
 
@@ -162,31 +316,22 @@ class StorageWriter(dcp.FileSystemWriter):
 
     Args:
         target: the folder of the checkpoint.
-        manifest: the layout and the run, for the trailer of ``.metadata``.
-        add_names: adds names to the metadata.
-        order: returns the position in the order in which checkpoints were finished.
+        table: the table of the checkpoint, which rank 0 writes.
+        manifest: the layout, the run and the order for the manifest.
         on_finish: called on rank 0 after the checkpoint is complete.
-        on_cpu: whether all tensors are on the CPU.
     """
 
     def __init__(
         self,
         target: Path,
-        manifest: dict[str, Any],
-        add_names: Callable[[dcp.Metadata], None],
-        order: Callable[[], int],
-        on_finish: Callable[[], None],
-        *,
-        on_cpu: bool,
+        table: Mapping[str, Any],
+        manifest: Mapping[str, Any],
+        on_finish: Callable[[], object],
     ) -> None:
         super().__init__(target)
-        if on_cpu:
-            # Otherwise DCP copies ahead on a stream of an accelerator, which the CPU does not need.
-            self.per_thread_copy_ahead = 0
         self._target = target
+        self._table = table
         self._manifest = manifest
-        self._add_names = add_names
-        self._order = order
         self._on_finish = on_finish
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
@@ -211,9 +356,8 @@ class StorageWriter(dcp.FileSystemWriter):
     def write_data(self, plan: dcp.SavePlan, planner: Any) -> Any:
         """Write this rank's items, and add the checksum of the stored bytes to each result."""
         done = super().write_data(plan, planner)
-        results = done.value()
-        for name, places in group_by_file(result.storage_data for result in results).items():
-            checksums = compute_checksums(self._target / name, places, lambda _: None)
+        for name, places in group_by_file(result.storage_data for result in done.value()).items():
+            checksums = compute_checksums(self._target / name, places)
             for place, checksum in zip(places, checksums, strict=True):
                 place.crc32 = checksum
         return done
@@ -225,19 +369,18 @@ class StorageWriter(dcp.FileSystemWriter):
             CheckpointError: a file is missing or cut off, or this host does not see it.
         """
         metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {}
         for result in chain.from_iterable(results):
             metadata.storage_data[result.index] = result.storage_data
-        metadata.storage_meta = self.storage_meta()
         sizes: dict[str, int] = {}
         for name, places in group_by_file(metadata.storage_data.values()).items():
             sizes[name] = max(place.offset + place.length for place in places)
         self._check_files(sizes)
-        self._add_names(metadata)
-        manifest = self._manifest | {"files": sizes, "order": self._order()}
+        _add_names(metadata, Names(*self._table["names"]).aliases)
         temporary = self._target / f"{METADATA_NAME}.tmp"
         with temporary.open("wb") as file:
-            file.write(pack_metadata(metadata, manifest))
+            file.write(pack_metadata(metadata, self._table, {**self._manifest, "files": sizes}))
             file.flush()
             os.fsync(file.fileno())
         # The rename makes the checkpoint complete. Everything that ``.metadata`` names has to be on
@@ -260,98 +403,27 @@ class StorageWriter(dcp.FileSystemWriter):
             raise CheckpointError(f"{found}; {_REMEDY}, and check that nothing removes files there")
 
 
-# --- reading ---
+def _add_names(metadata: dcp.Metadata, aliases: Mapping[str, str]) -> None:
+    """Let torch's tools find the weights of a checkpoint under further names.
 
-
-def find_corrupted_files(folder: Path, places: Iterable[Any], add_bytes: Callable[[int], None]) -> list[str]:
-    """Return the names of files that are missing, or whose stored bytes failed a checksum.
-
-    Args:
-        folder: the folder.
-        places: the places to check. Those of other programs have no checksum.
-        add_bytes: is called with the number of bytes that were read.
-    """
-    corrupted = []
-    checked = [place for place in places if getattr(place, "crc32", None) is not None]
-    for name, in_file in sorted(group_by_file(checked).items()):
-        try:
-            checksums = compute_checksums(folder / name, in_file, add_bytes)
-        except (OSError, ValueError):
-            checksums = []
-        if checksums != [place.crc32 for place in in_file]:
-            corrupted.append(name)
-    return corrupted
-
-
-def load_values(path: Path, metadata: dcp.Metadata) -> dict[str, Any]:
-    """Return the values that a save has stored in addition to the entries.
-
-    Raises:
-        CorruptedError: the file is missing or failed its checksum.
-    """
-    place: Any = metadata.storage_data[MetadataIndex(VALUES_NAME)]
-    if find_corrupted_files(path, [place], lambda _: None):
-        raise make_corrupted_error(place.relative_path, path)
-    with (path / place.relative_path).open("rb") as file:
-        file.seek(place.offset)
-        stored = io.BytesIO(file.read(place.length))
-    values: dict[str, Any] = torch.load(stored, weights_only=True, map_location="cpu")
-    return values
-
-
-class StorageReader(dcp.FileSystemReader):
-    """DCP's reader, which checks all bytes before a tensor is changed.
+    The further names share the stored bytes: those of tied weights, and those of weights without
+    "model.", by which torchtitan finds them.
 
     Args:
-        folder: the folder with the files.
-        metadata: DCP's metadata, which rank 0 has read for all.
-        before_read: is called once with a function that checks the bytes, before one is read.
-        progress: counts the bytes.
+        metadata: the metadata, which is changed.
+        aliases: the further names of parameters, and the names that they are saved under.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        metadata: dcp.Metadata,
-        before_read: Callable[[Callable[[], None]], object],
-        progress: Progress,
-    ) -> None:
-        super().__init__(folder)
-        self._folder = folder
-        self._metadata = metadata
-        self._before_read = before_read
-        self._progress = progress
-
-    def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
-        """Return DCP's metadata about the tensors."""
-        return self._metadata
-
-    def set_up_storage_reader(self, metadata: dcp.Metadata, *arguments: Any, **named: Any) -> None:
-        """Check that this host sees the folder that rank 0 has read.
-
-        Raises:
-            CheckpointError: it does not.
-        """
-        super().set_up_storage_reader(metadata, *arguments, **named)
-        if not wait_until_visible(self._folder):
-            raise CheckpointError(f"{self._folder} is visible on rank 0, but not here; {_REMEDY}")
-
-    @torch.no_grad()
-    def read_data(self, plan: dcp.LoadPlan, planner: Any) -> Any:
-        """Check the bytes of this rank's plan, and read them.
-
-        Raises:
-            CorruptedError: a file is missing or failed its checksum.
-        """
-
-        def check() -> None:
-            # Several items may be parts of one stored shard.
-            places: dict[int, Any] = {}
-            for item in plan.items:
-                place = self.storage_data[item.storage_index]
-                places[id(place)] = place
-            for name in find_corrupted_files(self._folder, places.values(), self._progress.add):
-                raise make_corrupted_error(name, self._folder)
-
-        self._before_read(check)
-        return super().read_data(plan, planner)
+    entries = metadata.state_dict_metadata
+    paths: dict[str, tuple[str, ...]] = metadata.planner_data
+    keys = {entry: [entry.removeprefix("model.")] for entry in entries if entry.startswith("model.")}
+    for alias, name in aliases.items():
+        keys.get(f"model.{name}", []).append(alias)
+    places: dict[Any, Any] = metadata.storage_data
+    for index, place in list(places.items()):
+        for key in keys.get(index.fqn, ()):
+            for name in (f"model.{key}", key):
+                # With the path of the long name, DCP's converters make one weight of both. The name
+                # may be that of another entry already.
+                if paths.setdefault(name, ("model", key)) == ("model", key):
+                    entries[name] = entries[index.fqn]
+                    places[MetadataIndex(name, index.offset, index.index)] = place

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import os
-import threading
+import re
+import secrets
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
-
 from namedmesh.arguments import checkpoint_place
 from namedmesh.errors import CheckpointError
 from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import to_local
-from namedmesh.training.checkpoint_folders import Lock, find_next_order, prepare_folder, remove_leftovers
-from namedmesh.training.checkpoint_formats import Checkpoint, add_names, read_checkpoint
-from namedmesh.training.checkpoint_loading import LoadPlanner
-from namedmesh.training.checkpoint_names import merge_aliases
+from namedmesh.training.checkpoint_folders import (
+    Lock,
+    find_latest,
+    list_checkpoints,
+    remove_checkpoint,
+    remove_leftovers,
+)
+from namedmesh.training.checkpoint_formats import read_checkpoint
+from namedmesh.training.checkpoint_loading import Loaded, Matching
+from namedmesh.training.checkpoint_names import Names
 from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
-from namedmesh.training.checkpoint_saving import SavePlanner, agree_on_values
+from namedmesh.training.checkpoint_saving import Save
 from namedmesh.training.checkpoint_state import Model, Optimizers, State
-from namedmesh.training.checkpoint_storage import Progress, StorageWriter
+from namedmesh.training.checkpoint_storage import CorruptedError, Progress
+
+_NAME = re.compile(r"step-\d+")
 
 
 def save(
@@ -80,96 +85,7 @@ def save(
     """
     path, mesh = checkpoint_place(path, mesh, "save")
     CheckpointRanks.from_mesh(mesh, "save").begin("save", path)
-    return save_objects(path, mesh, (model, optimizer, data), extra, async_=async_)
-
-
-def save_objects(
-    path: Path,
-    mesh: NamedMesh | None,
-    objects: tuple[Any, ...],
-    extra: dict[str, Any],
-    *,
-    async_: bool,
-    run: str | None = None,
-    on_finish: Callable[[], None] = lambda: None,
-) -> SaveFuture:
-    """Save a model, its optimizers and data loaders (``objects``) and extra values.
-
-    Collective: every rank of the mesh must call it, after :meth:`CheckpointRanks.begin`.
-
-    Args:
-        path: as for :func:`save`.
-        mesh: as for :func:`save`.
-        objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
-        extra: as for :func:`save`.
-        async_: as for :func:`save`.
-        run: the run that the checkpoint belongs to.
-        on_finish: called on rank 0 after the checkpoint is complete.
-    """
-    ranks = CheckpointRanks.from_mesh(mesh, "save")
-    # Without a mesh, every call has its own CheckpointRanks, and could not wait for this save.
-    in_background = async_ and mesh is not None
-    state = State(mesh, *objects)
-    problem = f"the checkpoint {path} could not be written"
-    values, table = agree_on_values(state, ranks, extra, problem, in_background=in_background)
-    locks: list[Lock] = []  # only rank 0 has one, until the end of the save
-    ranks.run_on_rank0(problem, lambda: locks.append(prepare_folder(path)))
-
-    def finish() -> None:
-        remove_leftovers(path)
-        on_finish()
-
-    layout = None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset]
-    names = partial(add_names, aliases=table["aliases"], params=table["options"][0])
-    order = partial(find_next_order, path.parent)
-    writer = StorageWriter(path, {"layout": layout, "run": run}, names, order, finish, on_cpu=in_background)
-    # The current device of a new thread is device 0, on which it would allocate memory.
-    device = None
-    if mesh is not None and mesh.device.type != "cpu" and in_background:
-        device = torch.accelerator.current_device_index()
-    future = SaveFuture()
-
-    def write() -> None:
-        progress = Progress(f"saving {path}", is_shown=ranks.rank == 0)
-        try:
-            if device is not None:
-                torch.accelerator.set_device_index(device)
-            with ranks.reraise_on_all_ranks(problem):
-                planner = SavePlanner(values, table, progress)
-                dcp.save({}, storage_writer=writer, planner=planner, **ranks.dcp_arguments)
-        except BaseException as error:  # noqa: BLE001  also if it is interrupted
-            # The checkpoint may be complete nevertheless: if a rank dies after finish(), only the
-            # last broadcast of DCP fails. remove_leftovers() keeps a complete checkpoint.
-            locks.clear()
-            if ranks.rank == 0:
-                remove_leftovers(path)
-            future.set_exception(error)
-        else:
-            locks.clear()
-            future.set_result(path)
-        progress.end()
-
-    if in_background:
-        ranks.saving = future
-        threading.Thread(target=write, name="namedmesh save").start()
-    else:
-        write()
-        future.result()
-    return future
-
-
-class Loaded(dict[str, Any]):
-    """The extra values of a checkpoint, and the names that were not loaded.
-
-    Attributes:
-        missing_keys: parameters and buffers of the model, on any rank, that keep their values.
-        unexpected_keys: parameters and buffers that only the checkpoint has.
-        unused_optimizer_keys: parameters whose saved optimizer state no optimizer took.
-    """
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-    unused_optimizer_keys: list[str]
+    return Save(path, mesh, (model, optimizer, data), extra).start(async_=async_)
 
 
 def load(
@@ -256,54 +172,230 @@ def load_objects(
         path: as for :func:`load`.
         mesh: as for :func:`load`.
         objects: the arguments of :class:`State` after the mesh: model, optimizers and data loaders.
-        **options: the options of :class:`LoadPlanner`.
+        **options: the options of :class:`Matching`.
     """
     ranks = CheckpointRanks.from_mesh(mesh, "load")
     problem = f"the checkpoint {path} could not be read"
     state = State(mesh, *objects)
-    aliases = merge_aliases(ranks.run_on_all_ranks(problem, state.collect))
-    names = {name.removeprefix("model.") for name in state.values}
-    checkpoint: Checkpoint = ranks.run_on_rank0(problem, partial(read_checkpoint, path, names))
-    planner = LoadPlanner(state, aliases, checkpoint, **options)
+    here: Names = ranks.run_on_all_ranks(problem, state.collect, Names.merge)
+    checkpoint = ranks.run_on_rank0(problem, lambda: read_checkpoint(path, here.model.keys()))
+    matching = Matching(state, here, checkpoint, **options)
     progress = Progress(f"loading {path}", is_shown=ranks.rank == 0)
-
-    def check_all(check_files: Callable[[], None]) -> None:
-        # Nothing has changed until here. An error after it may leave some values loaded.
-        ranks.run_on_all_ranks(problem, check_files)
-        ranks.run_on_all_ranks(problem, partial(_check_tied_equal, planner, checkpoint, progress))
-
-    with ranks.reraise_on_all_ranks(problem):
-        reader = checkpoint.make_reader(check_all, progress)
-        dcp.load({}, storage_reader=reader, planner=planner, **ranks.dcp_arguments)
+    ranks.run_on_all_ranks(problem, matching.find_problems, matching.raise_problems)
+    ranks.run_on_all_ranks(problem, lambda: matching.check(progress))
+    # Nothing has changed until here. An error after it may leave some values loaded.
+    ranks.run_on_all_ranks(problem, matching.fill)
     progress.end()
-    ranks.run_on_all_ranks(problem, planner.apply)
-    loaded = Loaded(checkpoint.extra)
-    loaded.missing_keys = planner.missing_keys
-    loaded.unexpected_keys = planner.unexpected_keys
-    loaded.unused_optimizer_keys = planner.unused_optimizer_keys
-    return loaded, checkpoint.run
+    return matching.loaded, checkpoint.run
 
 
-def _check_tied_equal(planner: LoadPlanner, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Check that the two saved tensors of a parameter that is tied now are equal. Local.
+class CheckpointManager:
+    """A directory of the checkpoints of one run: ``step-000100`` and so on.
+
+    Collective: every rank of the mesh must create one, and must call its methods.
+
+    A run starts with the first save after a fresh start, and continues with every checkpoint that
+    is loaded here. A save removes the oldest checkpoints of its run, and the files of interrupted
+    saves. It removes nothing of another run, nothing with another name (such as ``best``), and
+    nothing behind a symbolic link. The end of a ``with`` block waits for the save in the
+    background, and raises its error.
+
+    From ``resume_or_start()`` or the first save to ``close()``, no other job can save in the
+    directory: it gets a CheckpointError that names this host and process. The lock of a job that
+    was killed does not stop the next one.
+
+    Args:
+        directory: the directory, on a file system that all hosts share.
+        mesh: the mesh; None in a process without process groups.
+        keep: how many checkpoints of the run to keep, those that were finished last; None for all.
+        async_: as for :func:`save`.
 
     Raises:
-        CheckpointError: the two tensors differ.
+        CheckpointError: ``keep`` is less than 1.
     """
-    problems = []
-    for first, second, param in planner.find_tied_pairs():
-        saved: Any = checkpoint.metadata.state_dict_metadata[first]
-        both = {name: torch.empty_like(param, dtype=saved.properties.dtype) for name in (first, second)}
-        reader = checkpoint.make_reader(lambda check: check(), progress)
-        plain = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with warnings.catch_warnings():  # DCP warns that it runs in one process, which is intended
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(both, storage_reader=reader, planner=plain, no_dist=True)
-        if not torch.equal(to_local(both[first]), to_local(both[second])):
-            problems.append(
-                f"{first.removeprefix('model.')!r} and {second.removeprefix('model.')!r} are tied "
-                f"here, and are two different weights in the checkpoint {checkpoint.path}; untie "
-                "them, or load another checkpoint"
-            )
-    if problems:
-        raise CheckpointError(*problems)
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        mesh: NamedMesh | None,
+        *,
+        keep: int | None = 3,
+        async_: bool = False,
+    ) -> None:
+        directory, mesh = checkpoint_place(directory, mesh, "CheckpointManager")
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
+        self.directory = Path(directory)
+        self.mesh = mesh
+        self.keep = keep
+        self.async_ = async_
+        self._ranks = CheckpointRanks.from_mesh(mesh, "CheckpointManager")
+        self._run = ""
+        self._lock: Lock | None = None  # only rank 0 has it
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error, a save in the background may wait for ranks that have failed.
+        if kind is None:
+            self.close()
+        self._lock = None
+
+    def close(self) -> None:
+        """Wait for the save in the background, and let another job save in the directory.
+
+        Raises:
+            CheckpointError: on every rank, if the save has failed.
+        """
+        try:
+            self._ranks.wait_for_save()
+        finally:
+            self._lock = None
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint that was finished last, after the save in the background.
+
+        The order is the order of saving, not of steps: after a run went back to step 800, its next
+        checkpoint is the latest one, even if there is an older one of step 1000. It skips
+        checkpoints with missing or truncated files, with a warning. Their contents are only
+        verified by :func:`load`.
+
+        Returns:
+            The path, or None if there is no checkpoint.
+        """
+        if self._ranks.saving is not None:
+            self._ranks.saving.exception()  # the next save or load raises it on every rank
+        return find_latest(self.directory)
+
+    def resume_or_start(
+        self,
+        model: Model,
+        optimizer: Optimizers = None,
+        *,
+        data: object = None,
+        resume: bool | str | os.PathLike[str] = True,
+        cast: bool = False,
+    ) -> dict[str, Any]:
+        """Resume from the latest checkpoint, or start a run if there is none.
+
+        Collective: every rank of the mesh must call it.
+
+        Args:
+            model: as for :func:`load`.
+            optimizer: as for :func:`load`.
+            data: as for :func:`load`.
+            resume: True to load the checkpoint that was finished last, or to start if there is
+                none, as a job that is queued again needs it. Corrupted checkpoints are skipped,
+                with a warning. False starts a run. A path is a checkpoint to resume from: its run
+                continues here, also if it is in another directory. From a directory of Hugging
+                Face, a run starts. The value of rank 0 counts.
+            cast: as for :func:`load`.
+
+        Returns:
+            The extra values of the checkpoint, and its ``step``; ``{"step": 0}`` at the start.
+
+        Raises:
+            CheckpointError: on every rank: as for :func:`load`; all checkpoints are corrupted;
+                the directory has another run; or another job saves there.
+        """
+        self._ranks.begin("resume_or_start", self.directory)
+        # All ranks try the same checkpoints, and load() raises the same error on every rank.
+        loaded: Loaded | None = None
+        run: str | None = None
+        candidates = self._run_on_rank0(partial(self._find_candidates, resume))
+        for path in candidates:
+            try:
+                loaded, run = load_objects(path, self.mesh, (model, optimizer, data), cast=cast)
+                break
+            except CorruptedError as error:
+                if resume is not True:
+                    raise
+                if self._ranks.rank == 0:
+                    warnings.warn(f"skipped: {error}", stacklevel=2)
+        if candidates and loaded is None:
+            problem = f"no checkpoint in {self.directory} is complete"
+            raise CheckpointError(f"{problem}; start in another directory")
+        self._run = run or ""
+        self._run = self._run_on_rank0(self._check_run)
+        return {"step": 0} if loaded is None else dict(loaded)
+
+    def _find_candidates(self, resume: bool | str | os.PathLike[str]) -> list[Path]:
+        """Lock the directory, and return the checkpoints to try, on rank 0, the latest first."""
+        self._lock = Lock.acquire(self.directory)
+        if resume is False:
+            return []
+        # Only the names that save() gives: a copy such as "best" may be newer.
+        if resume is True:
+            entries = reversed(list_checkpoints(self.directory))
+            return [entry.path for entry in entries if _NAME.fullmatch(entry.path.name)]
+        if "step" not in read_checkpoint(Path(resume), ()).extra:
+            raise CheckpointError(f"{resume} has no step to resume from; load it with training.load")
+        return [Path(resume)]
+
+    def save(
+        self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
+    ) -> SaveFuture:
+        """Save a checkpoint after ``step`` steps, and remove the oldest ones of this run.
+
+        Collective: every rank of the mesh must call it.
+
+        Args:
+            step: the number of steps, which becomes one of the extra values.
+            model: as for :func:`namedmesh.training.save`.
+            optimizer: as for :func:`namedmesh.training.save`.
+            data: as for :func:`namedmesh.training.save`.
+            **extra: as for :func:`namedmesh.training.save`.
+
+        Returns:
+            A future with the path, which is done already unless ``async_`` is set.
+
+        Raises:
+            CheckpointError: on every rank: as for :func:`namedmesh.training.save`; the directory
+                has another run; or another job saves there.
+        """
+        path = self.directory / f"step-{step:06}"
+        self._ranks.begin("save", path)
+        self._run = self._run_on_rank0(self._prepare_directory)
+        objects = (model, optimizer, data)
+        how: dict[str, Any] = {"run": self._run, "on_finish": self._remove_older}
+        return Save(path, self.mesh, objects, {"step": step} | extra, **how).start(async_=self.async_)
+
+    def _run_on_rank0(self, function: Callable[[], Any]) -> Any:
+        """Call a function on rank 0, and broadcast its result. Collective."""
+        return self._ranks.run_on_rank0(f"{self.directory} could not be read", function)
+
+    def _list_runs(self) -> list[tuple[Path, str]]:
+        """Return path and run of each checkpoint that belongs to a run, the oldest first."""
+        entries = list_checkpoints(self.directory)
+        return [(entry.path, entry.run) for entry in entries if entry.run]
+
+    def _check_run(self) -> str:
+        """Return the identifier of this run, on rank 0; a new one in an empty directory.
+
+        Raises:
+            CheckpointError: the directory has checkpoints, and none of this run.
+        """
+        runs = self._list_runs()
+        if runs and self._run not in {run for _, run in runs}:
+            last = runs[-1][0]
+            is_numbered = any(_NAME.fullmatch(path.name) for path, _ in runs)
+            # Without a path, resume_or_start() only finds the names that save() gives.
+            call = "resume_or_start()" if is_numbered else f"resume_or_start(..., resume={str(last)!r})"
+            problem = f"{self.directory} has another run, up to {last.name}; resume it with {call}"
+            raise CheckpointError(f"{problem}, or give this run a directory of its own")
+        return self._run or secrets.token_hex(8)
+
+    def _prepare_directory(self) -> str:
+        """Lock the directory, remove leftovers, and return the run's identifier, on rank 0."""
+        self._lock = Lock.acquire(self.directory)
+        run = self._check_run()
+        for path in self.directory.glob("step-*"):
+            remove_leftovers(path)
+        return run
+
+    def _remove_older(self) -> None:
+        """Remove the checkpoints of this run except the last ``keep``. Only rank 0 calls it."""
+        paths = [path for path, run in self._list_runs() if run == self._run and _NAME.fullmatch(path.name)]
+        for path in paths[: -self.keep] if self.keep else []:
+            remove_checkpoint(path)
