@@ -145,7 +145,8 @@ def read_checkpoint(path: Path, names: Collection[str]) -> Checkpoint:
         )
     elif (path / _OLD_MANIFEST_NAME).exists():
         problem = (
-            f"{path} was written by namedmesh 0.3 or before; convert one of 0.3 with examples/convert_0_3.py"
+            f"{path} was written by namedmesh 0.3 or before; convert one of 0.3 with "
+            "examples/migrate/checkpoints_0_3.py"
         )
     raise CheckpointError(problem)
 

@@ -24,9 +24,9 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.training.checkpoint_storage import CorruptedError
 
-# The words of gloo about a rank that has ended, or that does not answer.
 # Writes take longer than collectives.
 _SHORTEST_TIMEOUT = timedelta(minutes=30)
+# The words of gloo about a rank that has ended, or that does not answer.
 _LOST_RANK = re.compile("[Cc]onnect|[Tt]imed out|peer|[Ss]ocket|Broken pipe")
 
 
