@@ -20,6 +20,7 @@ from namedmesh.tensor_parallel.styles import (
     KeyValueParallel,
     RowwiseParallel,
     SharedInput,
+    Style,
 )
 from namedmesh.tensor_parallel.verification import VerifyReport, verify
 
@@ -35,6 +36,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "SharedInput",
+    "Style",
     "VerifyReport",
     "cross_entropy",
     "entropy",

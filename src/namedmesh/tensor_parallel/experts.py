@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._checks import KeptTensors
 from namedmesh._torch import concatenate_meshes
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
@@ -21,7 +19,7 @@ from namedmesh.errors import LayoutError, ShapeError, format_items
 from namedmesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
 from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, reduce_output
-from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
+from namedmesh.tensor_parallel.styles import Style, replace_parameter, shard_parameters
 
 
 class ExpertTensorParallel(LocalParameters):
@@ -97,7 +95,7 @@ def _copy_inputs(group: Group, _module: nn.Module, args: Any, kwargs: Any) -> An
     return tuple(map(copy_input, args)), copied
 
 
-class ExpertParallel(ParallelStyle):
+class ExpertParallel(Style):
     """Shard stacked experts over ``ep``, and send each token to the rank that has its expert.
 
     For a module that owns the weights of all its experts as parameters ``(experts, ...)``, and is
@@ -229,11 +227,12 @@ class ExpertForward(LocalForward):
     def __init__(self, module: nn.Module, group: Group, style: ExpertParallel) -> None:
         super().__init__(module, style.layout(module, group.size))
         self.group = group
-        self.experts = module.get_parameter(self.names[0]).shape[0]
+        self.first_param = next(iter(self.shards))
+        self.experts = module.get_parameter(self.first_param).shape[0]
         self.gradient_scale = style.gradient_scale
         self.token_groups = [group, *style.replica_groups]
-        self.kept: KeptTensors | None = None
-        self.name_in_model = ""
+        # Keeps the tokens, which the ranks compare before the first steps.
+        self.keep_input: Callable[[Tensor], None] | None = None
 
     def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
         """Return the module's output for the local tokens.
@@ -250,9 +249,9 @@ class ExpertForward(LocalForward):
         if counts.shape != (self.experts,):
             got = f"the numbers of tokens have shape {tuple(counts.shape)}"
             raise ShapeError(f"{got}; pass one number for each of the {self.experts} experts")
-        is_trained = self.module.get_parameter(self.names[0]).requires_grad
-        if not torch.compiler.is_compiling() and self.kept is not None and is_trained:
-            self.kept.keep_input(self.name_in_model, tokens)
+        is_trained = self.module.get_parameter(self.first_param).requires_grad
+        if not torch.compiler.is_compiling() and self.keep_input is not None and is_trained:
+            self.keep_input(tokens)
         ranks = self.group.size
         if ranks == 1:
             return super().__call__(tokens, counts)

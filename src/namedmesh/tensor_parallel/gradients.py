@@ -7,7 +7,7 @@ zero-bubble schedules and FSDP2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from namedmesh._checks import ModelCheck, compare_before_step
 from namedmesh._torch import make_gradient, wait_if_async
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
+from namedmesh.tensor_parallel.experts import ExpertForward
+from namedmesh.tensor_parallel.layers import ShardedLayer
 
 
 def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
@@ -145,10 +147,11 @@ def register_gradient_check(model: nn.Module, mesh: AxisMesh) -> None:
     kept = ModelCheck(model, mesh).kept
     group = Group.of(mesh)
     for name, module in model.named_modules():
-        layouts = getattr(module, "layouts", None)  # only layers on the fast path have them
-        if layouts is not None and layouts.group == group:
-            module.kept = kept
-            module.name_in_model = name
+        if isinstance(module, ShardedLayer) and module.layouts.group == group:
+            is_replicated = module.layouts.input_dim is None
+            # Unlike a closure, a partial can be copied and pickled with the model.
+            module.keep_input = partial(kept.keep_input, name, is_replicated=is_replicated)
+            module.keep_gradient = partial(kept.keep_gradient, name)
 
 
 def register_token_check(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -158,18 +161,16 @@ def register_token_check(model: nn.Module, mesh: DeviceMesh) -> None:
         model: the model, to whose experts ``ExpertParallel`` was applied.
         mesh: the mesh of the axis ``ep``.
     """
-    forwards: dict[str, Any] = {}
+    forwards = {}
     token_groups: dict[str, None] = {}
     for name, module in model.named_modules():
-        groups = getattr(module.forward, "token_groups", ())
-        if groups:
+        if isinstance(module.forward, ExpertForward):
             forwards[name] = module.forward
-            token_groups |= dict.fromkeys(group.name for group in groups if group.size > 1)
+            token_groups |= {group.name: None for group in module.forward.token_groups if group.size > 1}
     if token_groups and dist.get_backend() != "fake":
         kept = ModelCheck(model, mesh, [*token_groups]).kept
         for name, forward in forwards.items():
-            forward.kept = kept
-            forward.name_in_model = name
+            forward.keep_input = partial(kept.keep_input, name)
 
 
 @cache

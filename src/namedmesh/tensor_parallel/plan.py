@@ -7,25 +7,20 @@ styles, one module at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import accept_mixed_lists
 from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.tensor_parallel.collectives import check_divides
 from namedmesh.tensor_parallel.gradients import (
     install_optimizer_step_hook,
     register_gradient_check,
     register_token_check,
 )
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
-from namedmesh.tensor_parallel.plan_entries import LAYER_STYLES, Plan, PlanEntry
+from namedmesh.tensor_parallel.plan_entries import Plan
 
 
 def parallelize(
@@ -78,7 +73,12 @@ def parallelize(
     mesh = one_axis(mesh, "tp", "parallelize")
     entries, ties = resolve_plan(model, mesh.size(), plan, must_divide, strict=strict)
     for entry in entries:
-        applied = _apply_style(entry, mesh, src_data_rank)
+        # Some of torch's styles forget that a parameter is frozen.
+        frozen = [name for name, param in entry.module.named_parameters() if not param.requires_grad]
+        # One call for each module: with a dict, torch drops src_data_rank at the name "".
+        applied = parallelize_module(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
+        for name in frozen:
+            applied.get_parameter(name).requires_grad_(False)
         if entry.module is model:
             model = applied
     # Each slot of a tied parameter has got a DTensor of its own.
@@ -86,65 +86,22 @@ def parallelize(
         for module, name in others:
             module.register_parameter(name, first_module.get_parameter(first_name))
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
-            _disable_fused_encoder(module)
-    # Ranks with different tokens, as in expert parallelism, have different gradients of everything.
-    same_data = not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries)
-    if check_gradients and same_data:
-        register_gradient_check(model, mesh)
-    elif check_gradients:
-        register_token_check(model, mesh)
+        # In evaluation, torch's fused encoder would read the weights of its layers, which must not
+        # be sharded. It is not used if a layer has a hook.
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            module.register_forward_pre_hook(_do_nothing)
+    if check_gradients:
+        # Ranks with different tokens, as in expert parallelism, have different gradients of everything.
+        if any(entry.style.ranks_have_own_data for entry in entries):
+            register_token_check(model, mesh)
+        else:
+            register_gradient_check(model, mesh)
     install_optimizer_step_hook()
     accept_mixed_lists()
     return model
 
 
-def _apply_style(entry: PlanEntry, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
-    """Apply the style of one module, and return the module or its replacement."""
-    module = entry.module
-    style: Any = entry.style
-    fast_path_class = getattr(style, "fast_path_class", None)
-    takes_fast_path = fast_path_class is not None and fast_path_class(module) is not None
-    if isinstance(style, LAYER_STYLES) and not takes_fast_path:
-        hook = partial(_check_output_divides, style.output_layouts[0], mesh.size())
-        module.register_forward_hook(hook)
-    # Some of torch's styles forget that a parameter is frozen.
-    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    # One call for each module: with a dict, torch drops src_data_rank at the name "".
-    applied = parallelize_module(module, mesh, style, src_data_rank=src_data_rank)
-    for name in frozen:
-        applied.get_parameter(name).requires_grad_(False)
-    return applied
-
-
-def _check_output_divides(
-    layout: Placement, tp_size: int, _module: nn.Module, _args: Any, output: Any
-) -> None:
-    """Raise a ShapeError if torch's style would split an activation into unequal shards.
-
-    A forward hook that runs before the hook of torch's style, in which the output is still a
-    DTensor. The collective of unequal shards would end the process.
-    """
-    if not isinstance(layout, Shard):
-        return
-    is_split_already = output.placements[0] in {layout, Shard(layout.dim % output.ndim)}
-    if not is_split_already:
-        check_divides(output.shape, layout.dim, tp_size)
-
-
-def _disable_fused_encoder(module: nn.Module) -> None:
-    """Make torch's encoder call its sharded layers in evaluation.
-
-    Its fused kernel would read the weights of the layers instead, and expects them unsharded.
-    """
-    if not any(isinstance(param, DTensor) for param in module.parameters()):
-        return
-    if isinstance(module, nn.TransformerEncoder):
-        module.use_nested_tensor = False
-    else:
-        # torch does not use the fused kernel if a module has a hook.
-        module.register_forward_pre_hook(_do_nothing)
-
-
 def _do_nothing(_module: nn.Module, _args: Any) -> None:
-    """Do nothing: a forward pre-hook whose presence disables the fused kernel."""
+    """Do nothing: a forward pre-hook whose presence disables the fused encoder."""

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
-from namedmesh.tensor_parallel.plan_entries import Plan, format_placement, iter_placements
+from namedmesh.tensor_parallel.plan_entries import Plan, format_placement
 
 
 def plan_report(
@@ -48,8 +48,8 @@ def plan_report(
     rows = [("module", "style", "parameter", "placement", "global", "local")]
     local_numels: dict[nn.Parameter, int] = {}
     for entry in entries:
-        module_cells = (entry.fqn or "(model)", type(entry.style).__name__)
-        placed = list(iter_placements(entry, tp_size))
+        module_cells = (entry.fqn or "(model)", entry.style.name)
+        placed = list(entry.iter_placements(tp_size))
         if not placed:
             rows.append((*module_cells, "", "", "", ""))
         for name, param, placement in placed:

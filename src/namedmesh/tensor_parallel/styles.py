@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_styles
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import RecomputedTensors, has_hooks, wrap_replicated
 from namedmesh.sizes import shared_heads
-from namedmesh.tensor_parallel.collectives import Group, all_gather, enter_tp_region
+from namedmesh.tensor_parallel.collectives import Group, all_gather, check_divides, enter_tp_region
 from namedmesh.tensor_parallel.layers import (
     GATHERED_INPUT,
     PARTIAL,
@@ -70,7 +70,137 @@ def replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
     module.register_parameter(name, new)
 
 
-class _FastPathMixin:
+class Style(ParallelStyle):
+    """The base class of the styles of namedmesh, and of your own: what ``parallelize`` asks of a style.
+
+    A style has to define ``_apply(module, device_mesh)``, as torch's styles do. The plan is checked
+    and reported by the other members; override those for which the defaults are not right. Torch's
+    own styles, and other subclasses of ``ParallelStyle``, can be used in a plan as they are.
+
+    Attributes:
+        heads: the number of equal consecutive groups of the output features of a column layer, of
+            which each rank gets complete ones; None if the features are not grouped.
+        fused: for a parameter that is fused out of equal blocks, by name: the number of blocks.
+            Each rank gets a shard of every block.
+        sums_ranks: whether the style sums the output of the module over the ranks. The module must
+            not contain a replicated parameter then.
+        takes_distributed: whether parameters may be sharded over another axis already.
+        ranks_have_own_data: whether the ranks run the module on different data. Their gradients are
+            not compared then.
+
+    Example:
+        >>> class ScaledOutput(Style):
+        ...     def problems(self, module, tp_size):
+        ...         return [] if hasattr(module, "scale") else ["has no scale; leave it out"]
+        ...
+        ...     def _apply(self, module, device_mesh):
+        ...         module.scale /= device_mesh.size()
+        ...         return module
+    """
+
+    heads: int | None = None
+    fused: Mapping[str, int] = {}  # noqa: RUF012  it is never changed
+    sums_ranks = False
+    takes_distributed = False
+    ranks_have_own_data = False
+
+    @property
+    def name(self) -> str:
+        """The name of the style in messages."""
+        return type(self).__name__
+
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for subclasses
+        """Return the placement that the style gives to each parameter, by name; others stay as they are.
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks.
+        """
+        return {}
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  for subclasses
+        """Return the reasons why the style cannot be applied to a module (empty if it can).
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks.
+        """
+        return []
+
+
+LAYER_STYLES = (torch_styles.ColwiseParallel, torch_styles.RowwiseParallel)
+"""The styles for linears and embeddings: torch's own, and the subclasses of namedmesh."""
+
+
+class TorchStyle(Style):
+    """Adapts a style of torch, or of a third party, which states less about itself.
+
+    Args:
+        style: the style.
+    """
+
+    def __init__(self, style: ParallelStyle) -> None:
+        super().__init__()
+        self.style = style
+
+    @property
+    def name(self) -> str:
+        """The name of torch's style."""
+        return type(self.style).__name__
+
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for other styles
+        """Return the placements of a layer style or of ``SequenceParallel``; empty for other styles.
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks. It does not matter here.
+        """
+        if isinstance(self.style, LAYER_STYLES):
+            return layer_placements(self.style, module)
+        if isinstance(self.style, torch_styles.SequenceParallel):
+            return dict.fromkeys(dict(module.named_parameters(remove_duplicate=False)), Replicate())
+        return {}
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
+        """Return the reason why a layer style does not fit a module (empty if it does).
+
+        Args:
+            module: the module.
+            tp_size: the number of ranks. It does not matter here.
+        """
+        return _check_layer_type(self, module) if isinstance(self.style, LAYER_STYLES) else []
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(self.style, LAYER_STYLES):
+            _check_before_split(module, self.style.output_layouts[0], device_mesh.size())
+        return parallelize_module(module, device_mesh, self.style, src_data_rank=self.src_data_rank)
+
+
+def _check_layer_type(style: Style, module: nn.Module) -> list[str]:
+    """Return the reason why a column or row style does not fit a module (empty if it does)."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return []
+    got = f"{style.name} fits nn.Linear and nn.Embedding, not {type(module).__name__}"
+    return [f"{got}; use SequenceParallel for a norm, or name the linear inside (base_layer of an adapter)"]
+
+
+def _check_before_split(module: nn.Module, layout: Placement, tp_size: int) -> None:
+    """Let a module raise a ShapeError before torch's style splits its output into unequal shards.
+
+    The collective of unequal shards would end the process. It must be called before torch's style
+    is applied, so that its forward hook runs before the hook of the style.
+    """
+    if isinstance(layout, Shard):
+        module.register_forward_hook(partial(_check_output_divides, layout, tp_size))
+
+
+def _check_output_divides(layout: Shard, tp_size: int, _module: nn.Module, _args: Any, output: Any) -> None:
+    """Check the size of an output, which is still a DTensor: a forward hook."""
+    if output.placements[0] not in {layout, Shard(layout.dim % output.ndim)}:
+        check_divides(output.shape, layout.dim, tp_size)
+
+
+class _LayerStyle(Style):
     """Adds a fast path on local tensors to a torch style.
 
     Unsupported modules and layouts fall back to torch's DTensor path.
@@ -87,19 +217,17 @@ class _FastPathMixin:
             module: the module.
             tp_size: the number of ranks.
         """
-        messages = []
+        messages = _check_layer_type(self, module)
         for option in ("max_norm", "sparse", "scale_grad_by_freq"):
             value = vars(module).get(option)
             if value:
-                messages.append(
-                    f"{type(self).__name__} does not support {option}={value} of an embedding; remove it"
-                )
+                messages.append(f"{self.name} does not support {option}={value} of an embedding; remove it")
         if self.heads and self.heads % tp_size:
             got = f"{self.heads} heads are not divisible by the tp size {tp_size}"
             messages.append(f"{got}; choose one that divides them")
         return messages
 
-    def layout(self: Any, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  subclasses use it
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  subclasses use it
         """Return the placement of each parameter of a module, by name.
 
         Args:
@@ -108,7 +236,7 @@ class _FastPathMixin:
         """
         return layer_placements(self, module)
 
-    def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Shard the parameters of the module to which the style is applied."""
         # torch calls this for every submodule. In a subclass of nn.Linear with linears inside, its
         # own function would shard those too. Only the module itself has the name "".
@@ -118,7 +246,7 @@ class _FastPathMixin:
 
     _partition_embedding_fn = _partition_linear_fn
 
-    def fast_path_class(self: Any, module: nn.Module) -> type | None:
+    def fast_path_class(self, module: nn.Module) -> type | None:
         """Return the class to set on a module, whose forward computes on local tensors.
 
         Args:
@@ -127,34 +255,36 @@ class _FastPathMixin:
         Returns:
             The class; None if the module must take torch's DTensor path.
         """
-        # A forward that is set on the instance hides the one of a class. Hooks may expect torch's
-        # DTensors.
-        if "forward" in vars(module) or has_hooks(module):
-            return None
-        layer_class: type | None = self.supported_class(module)
-        return layer_class
+        raise NotImplementedError
 
     def _apply(self: Any, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        (input_layout,) = self.input_layouts
+        (output_layout,) = self.output_layouts
         layer_class = self.fast_path_class(module)
         if layer_class is None:
-            applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]  # torch's style
+            _check_before_split(module, output_layout, device_mesh.size())
+            applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[safe-super]  # torch's style
             applied.register_forward_hook(_wait_for_output)
             return applied
         self._partition_linear_fn("", module, device_mesh)
         module.__class__ = layer_class
-        (input_layout,) = self.input_layouts
-        (output_layout,) = self.output_layouts
         module.layouts = LayerLayouts(
             group=Group.of(device_mesh),
             input_dim=getattr(input_layout, "dim", None),
             output_dim=getattr(output_layout, "dim", None),
             use_local_output=self.use_local_output,
         )
-        names = ["weight"]
-        if not issubclass(layer_class, nn.Embedding):
-            names.append("bias")
+        names = ["weight"] if isinstance(module, nn.Embedding) else ["weight", "bias"]
         module.shards = shard_shapes(module, names)
         return module  # type: ignore[no-any-return]  # with an attribute that no module has
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Return whether a module needs torch's path: hooks may expect DTensors.
+
+    A forward that is set on the instance hides the one of a class.
+    """
+    return "forward" in vars(module) or has_hooks(module)
 
 
 def _wait_for_output(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -166,7 +296,7 @@ def _wait_for_output(_module: nn.Module, _args: Any, output: Any) -> Any:
     return output
 
 
-class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
+class ColwiseParallel(_LayerStyle, torch_styles.ColwiseParallel):
     """Shard the output features of a linear, or the embedding dim of an embedding.
 
     Forward: identity, or all-gather of a sharded input; for a replicated output also all-gather of
@@ -191,8 +321,8 @@ class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
             with it.
     """
 
-    def supported_class(self, module: nn.Module) -> type | None:
-        """Return the fast-path class for the type of a module and the layouts of this style.
+    def fast_path_class(self, module: nn.Module) -> type | None:
+        """Return the class of the fast path for a module and the layouts of this style.
 
         Args:
             module: the module.
@@ -202,12 +332,15 @@ class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
         """
         (input_layout,) = self.input_layouts
         (output_layout,) = self.output_layouts
-        if type(module) is not nn.Linear or not isinstance(input_layout, Shard | Replicate):
-            return None
-        return ColumnLinear if output_layout in {Shard(-1), Replicate()} else None
+        supports_layouts = isinstance(input_layout, Shard | Replicate) and output_layout in {
+            Shard(-1),
+            Replicate(),
+        }
+        is_supported = type(module) is nn.Linear and supports_layouts and not _has_own_forward(module)
+        return ColumnLinear if is_supported else None
 
 
-class RowwiseParallel(_FastPathMixin, torch_styles.RowwiseParallel):
+class RowwiseParallel(_LayerStyle, torch_styles.RowwiseParallel):
     """Shard the input features of a linear, or the vocabulary of an embedding.
 
     Forward: all-reduce, or reduce-scatter, of the output. Backward: identity, or all-gather of the
@@ -225,8 +358,8 @@ class RowwiseParallel(_FastPathMixin, torch_styles.RowwiseParallel):
         use_local_output: as for :class:`ColwiseParallel`.
     """
 
-    def supported_class(self, module: nn.Module) -> type | None:
-        """Return the fast-path class for the type of a module and the layouts of this style.
+    def fast_path_class(self, module: nn.Module) -> type | None:
+        """Return the class of the fast path for a module and the layouts of this style.
 
         Args:
             module: the module.
@@ -237,14 +370,16 @@ class RowwiseParallel(_FastPathMixin, torch_styles.RowwiseParallel):
         layer_class = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}.get(type(module))
         (input_layout,) = self.input_layouts
         (output_layout,) = self.output_layouts
-        supports_input = input_layout in {Replicate(), Shard(-1)}
-        if isinstance(input_layout, Shard) and layer_class is RowEmbedding:
-            supports_input = True  # Ids can be sharded along any dim: they are all-gathered.
-        if not supports_input:
-            return None
-        if isinstance(output_layout, Shard):
-            return layer_class if output_layout.dim >= 0 else None
-        return layer_class if output_layout == Replicate() else None
+        # Ids can be sharded along any dim: they are all-gathered.
+        supports_input = input_layout in {Replicate(), Shard(-1)} or (
+            isinstance(input_layout, Shard) and layer_class is RowEmbedding
+        )
+        supports_output = output_layout == Replicate() or (
+            isinstance(output_layout, Shard) and output_layout.dim >= 0
+        )
+        if supports_input and supports_output and not _has_own_forward(module):
+            return layer_class
+        return None
 
 
 def layer_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
@@ -263,7 +398,7 @@ def layer_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Place
     return placements
 
 
-class SharedInput(ParallelStyle):
+class SharedInput(Style):
     """All-gather a module's first input once for all column styles inside of the module.
 
     For an attention or a feed-forward module. The column styles inside keep their default input
@@ -367,7 +502,8 @@ class KeyValueParallel(ColwiseParallel):
     def __init__(
         self, query_heads: int, kv_heads: int | None = None, *, input_layouts: Placement | None = None
     ) -> None:
-        super().__init__(input_layouts=input_layouts)
+        # torch's style takes None for the default layout.
+        super().__init__(heads=kv_heads or query_heads, input_layouts=input_layouts)
         self.query_heads = query_heads
         self.kv_heads = kv_heads or query_heads
 
@@ -409,16 +545,7 @@ class KeyValueParallel(ColwiseParallel):
         tp_size = device_mesh.size()
         if self.kv_heads % tp_size == 0:
             return applied  # type: ignore[no-any-return]  # with an attribute that no module has
-        heads_by_rank = shared_heads(self.query_heads, self.kv_heads, tp_size)
+        heads = shared_heads(self.query_heads, self.kv_heads, tp_size)[device_mesh.get_local_rank()]
         width = len(applied.get_parameter("weight")) // self.kv_heads
-        rows: list[tuple[int, int]] = []
-        for head in heads_by_rank[device_mesh.get_local_rank()]:
-            start = head * width
-            if rows and sum(rows[-1]) == start:
-                # The head follows the one before it: both are one run of rows.
-                first, length = rows.pop()
-                rows.append((first, length + width))
-            else:
-                rows.append((start, width))
-        applied.rows = rows
+        applied.rows = [(head * width, width) for head in heads]
         return applied  # type: ignore[no-any-return]
