@@ -85,13 +85,7 @@ def parallelize(
     for (first_module, first_name), *others in ties:
         for module, name in others:
             module.register_parameter(name, first_module.get_parameter(first_name))
-    for module in model.modules():
-        # In evaluation, torch's fused encoder would read the weights of its layers, which must not
-        # be sharded. It is not used if a layer has a hook.
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
-        elif isinstance(module, nn.TransformerEncoderLayer):
-            module.register_forward_pre_hook(_do_nothing)
+    _disable_fused_encoders(model)
     if check_gradients:
         # Ranks with different tokens, as in expert parallelism, have different gradients of everything.
         if any(entry.style.ranks_have_own_data for entry in entries):
@@ -101,6 +95,19 @@ def parallelize(
     install_optimizer_step_hook()
     accept_mixed_lists()
     return model
+
+
+def _disable_fused_encoders(model: nn.Module) -> None:
+    """Make torch's encoders call their layers in evaluation.
+
+    Their fused kernel would read the weights of the layers, and expects them unsharded.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            # torch does not use the fused kernel if a module has a hook.
+            module.register_forward_pre_hook(_do_nothing)
 
 
 def _do_nothing(_module: nn.Module, _args: Any) -> None:

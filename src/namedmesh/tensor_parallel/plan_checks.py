@@ -62,6 +62,7 @@ def resolve_plan(
             child, _, own_name = name.rpartition(".")
             placements[entry.module.get_submodule(child), own_name] = placement
     if tp_size > 1:
+        problems.extend(_check_summed_modules(entries, placements))
         for fqn, problem in _check_blocks(model, entries, placements):
             names_by_problem[problem].append(fqn)
     for name, value in (must_divide or {}).items():
@@ -72,8 +73,6 @@ def resolve_plan(
         problems.append(f"{format_items(names, 3)}: {problem}")
     ties = _find_ties(model)
     problems.extend(_check_ties(model, placements, ties))
-    if tp_size > 1:
-        problems.extend(_check_summed_modules(entries, placements))
     if problems:
         raise PlanError(*problems)
     return entries, ties
@@ -205,7 +204,7 @@ def _find_sharded_norms(
     columns: Sequence[PlanEntry],
     placements: Mapping[ParamSlot, Placement],
 ) -> Iterator[tuple[str, str]]:
-    """Yield the norms of a block that would normalize a shard of the features of a column layer.
+    """Yield the norms of a block that would normalize a shard of a column layer's features.
 
     Only the features tell which tensor a norm gets. If a column layer also takes as many, it may be
     a norm in front of that layer. With one kv head, it may be the norm of each head.
@@ -230,7 +229,7 @@ def _find_sharded_norms(
 
 
 def _find_linears_inside(entries: Sequence[PlanEntry], *, is_column: bool) -> dict[str, list[PlanEntry]]:
-    """Return by the name of a module the linears inside of it that compute, or take, sharded features."""
+    """Return the linears inside of each module that compute, or take, sharded features."""
     inside: dict[str, list[PlanEntry]] = defaultdict(list)
     for entry in entries:
         style = entry.style.style if isinstance(entry.style, TorchStyle) else entry.style

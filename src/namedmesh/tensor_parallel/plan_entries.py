@@ -39,7 +39,7 @@ class PlanEntry(NamedTuple):
     key: str
 
     def iter_placements(self, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-        """Yield the parameters that the style replaces with DTensors: name, parameter and placement.
+        """Yield the name, parameter and placement of each parameter that the style replaces.
 
         Args:
             tp_size: the number of ranks.

@@ -71,7 +71,7 @@ def replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class Style(ParallelStyle):
-    """The base class of the styles of namedmesh, and of your own: what ``parallelize`` asks of a style.
+    """The base class of parallel styles: what ``parallelize`` asks of a style.
 
     A style has to define ``_apply(module, device_mesh)``, as torch's styles do. The plan is checked
     and reported by the other members; override those for which the defaults are not right. Torch's
@@ -99,7 +99,7 @@ class Style(ParallelStyle):
     """
 
     heads: int | None = None
-    fused: Mapping[str, int] = {}  # noqa: RUF012  it is never changed
+    fused: Mapping[str, int] = {}
     sums_ranks = False
     takes_distributed = False
     ranks_have_own_data = False
@@ -110,7 +110,9 @@ class Style(ParallelStyle):
         return type(self).__name__
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for subclasses
-        """Return the placement that the style gives to each parameter, by name; others stay as they are.
+        """Return the placement that the style gives to parameters, by name.
+
+        Other parameters stay as they are.
 
         Args:
             module: the module.
@@ -149,7 +151,7 @@ class TorchStyle(Style):
         return type(self.style).__name__
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for other styles
-        """Return the placements of a layer style or of ``SequenceParallel``; empty for other styles.
+        """Return the placements of a layer style or ``SequenceParallel``; empty for other styles.
 
         Args:
             module: the module.
@@ -185,7 +187,7 @@ def _check_layer_type(style: Style, module: nn.Module) -> list[str]:
 
 
 def _check_before_split(module: nn.Module, layout: Placement, tp_size: int) -> None:
-    """Let a module raise a ShapeError before torch's style splits its output into unequal shards.
+    """Let a module raise a ShapeError before torch's style makes unequal shards of its output.
 
     The collective of unequal shards would end the process. It must be called before torch's style
     is applied, so that its forward hook runs before the hook of the style.

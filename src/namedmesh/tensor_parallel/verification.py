@@ -255,9 +255,7 @@ def _run(model: nn.Module, arguments: Any, mesh: DeviceMesh, expected: _Results)
     return results
 
 
-def _record_output(
-    layers: dict[str, Tensor], name: str, _module: nn.Module, _args: Any, output: Any
-) -> None:
+def _record_output(layers: dict[str, Tensor], name: str, _module: nn.Module, _args: Any, output: Any) -> None:
     """Record the first tensor that a module returns in its first forward: a forward hook."""
     tensors = _list_tensors(output)
     if tensors and name not in layers:
