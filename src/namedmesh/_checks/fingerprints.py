@@ -170,7 +170,7 @@ def find_differences(entries: Sequence[Entry], group: dist.ProcessGroup, device:
 def raise_differences(
     comparisons: Sequence[Comparison], groups: Sequence[dist.ProcessGroup], problems: Iterable[Problem]
 ) -> None:
-    """Compare entries between ranks, and raise what differs on every rank.
+    """Compare entries between ranks, and raise the differences on every rank.
 
     The host reads two values, whatever the number of comparisons, if there is no problem.
 

@@ -42,7 +42,7 @@ from namedmesh.errors import GradientError, format_items, format_ranks
 from namedmesh.sharding import to_local
 
 NUM_PRIORITIES = 3
-"""The priorities of different inputs, gathered outputs and gradients: each explains the next."""
+"""The priorities of inputs, gathered outputs and gradients: each explains the next."""
 
 # The gradients that are kept until the step use at most this much memory.
 _KEPT_BYTES = 1 << 26
@@ -292,7 +292,10 @@ def _format_different_inputs(name: str, size: int, axis: str, detail: str = "") 
 
 def list_computing_dtypes() -> set[torch.dtype]:
     """Return the dtypes in which the layers of all checked models have computed."""
-    return {dtype for check, _ in list_checks() for dtype in check.kept.dtypes}
+    dtypes: set[torch.dtype] = set()
+    for check, _ in list_checks():
+        dtypes |= check.kept.dtypes
+    return dtypes
 
 
 def list_checks() -> list[tuple[ModelCheck, nn.Module]]:

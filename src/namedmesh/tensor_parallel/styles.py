@@ -71,7 +71,7 @@ def replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class Style(ParallelStyle):
-    """The base class of parallel styles: what ``parallelize`` asks of a style.
+    """The base class of parallel styles, with all that ``parallelize`` asks of a style.
 
     A style has to define ``_apply(module, device_mesh)``, as torch's styles do. The plan is checked
     and reported by the other members; override those for which the defaults are not right. Torch's
