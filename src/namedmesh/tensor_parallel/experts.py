@@ -162,18 +162,16 @@ class ExpertParallel(Style):
             module: the module.
             tp_size: the number of ranks along ``ep``.
         """
-        shapes = {}
-        for name, param in module.named_parameters(recurse=False):
-            shapes[name] = tuple(param.shape)
+        shapes = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
         # The first dim of all parameters must be the same number of experts; scalars have none.
-        numbers = {shape[0] for shape in shapes.values() if shape}
-        if len(numbers) == 1:
-            num_experts = numbers.pop()
-            if num_experts % tp_size == 0:
-                return []
+        numbers = {shape[:1] for shape in shapes.values()}
+        if len(numbers) != 1 or () in numbers:
+            got = f"{type(module).__name__} owns {shapes or 'none'}"
+            return [f"ExpertParallel takes a module that owns parameters (experts, ...), but {got}"]
+        ((num_experts,),) = numbers
+        if num_experts % tp_size:
             return [f"the ep size {tp_size} does not divide {num_experts} experts; choose one that does"]
-        got = f"{type(module).__name__} owns {shapes or 'none'}"
-        return [f"ExpertParallel takes a module that owns parameters (experts, ...), but {got}"]
+        return []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -184,26 +182,23 @@ class ExpertParallel(Style):
 
 def _check_expert_axes(mesh: NamedMesh) -> None:
     """Raise a LayoutError if groups of the experts have ranks that must not work together."""
-    problems = []
     within_stage = [axis for axis in mesh.layout if axis != "pp"]
     stage_ranks = mesh.ranks(*within_stage) if within_stage else (mesh.global_rank,)
     axes = [axis for axis in ("edp", "ep", "etp") if axis in mesh]
     # Such a group would wait in a collective for ranks that wait for its stage.
     crossing = [axis for axis in axes if not set(mesh.ranks(axis)) <= set(stage_ranks)]
     if crossing:
-        problems.append(
+        raise LayoutError(
             f"groups along {format_items(crossing)} span several pipeline stages; give the view of "
             f'the experts the same axis pp: mesh.add_view("expert", pp={mesh.size("pp")}, ...)'
         )
     tp_ranks = mesh.ranks("tp") if "tp" in mesh else (mesh.global_rank,)
     # ExpertTensorParallel sums over etp, where the ranks need the same tokens, as along tp.
-    if "etp" in mesh and not problems and mesh.ranks("etp") not in {tp_ranks, (mesh.global_rank,)}:
-        problems.append(
+    if "etp" in mesh and mesh.ranks("etp") not in {tp_ranks, (mesh.global_rank,)}:
+        raise LayoutError(
             f"etp={mesh.size('etp')} must have size 1, or the same ranks as tp={len(tp_ranks)}: "
             "ranks along etp need the same tokens"
         )
-    if problems:
-        raise LayoutError(*problems)
 
 
 def _shard_experts(param: Tensor, mesh: DeviceMesh, src_data_rank: int | None) -> DTensor:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from namedmesh._checks import ModelCheck, compare_before_step
 from namedmesh._torch import make_gradient, wait_if_async
 from namedmesh.arguments import AxisMesh, one_axis
+from namedmesh.sharding import to_local
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
 from namedmesh.tensor_parallel.experts import ExpertForward
 from namedmesh.tensor_parallel.layers import ShardedLayer
@@ -76,6 +77,7 @@ def _partial_placements(param: Any) -> tuple[Placement, ...]:
     return ()
 
 
+@torch.no_grad()
 def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
     """All-reduce the gradients of several parameters in one collective.
 
@@ -88,15 +90,13 @@ def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tupl
         placements: the placements of their gradients, some of which are ``Partial``.
     """
     local_grads = []
-    for param in params:
-        if param.grad is None:
-            local_grads.append(torch.zeros_like(param.to_local().detach()))
-        else:
-            local_grads.append(wait_if_async(param.grad.to_local().detach()))
-    ranks_with_grad = local_grads[0].new_ones(len(local_grads))
+    ranks_with_grad = to_local(params[0]).new_ones(len(params))
     for index, param in enumerate(params):
         if param.grad is None:
+            local_grads.append(torch.zeros_like(to_local(param)))
             ranks_with_grad[index] = 0
+        else:
+            local_grads.append(wait_if_async(to_local(param.grad)))
     bucket = torch.cat([*(grad.flatten() for grad in local_grads), ranks_with_grad])
     # In half precision the sum is rounded after every rank: a percent of error over eight ranks.
     bucket = bucket.to(torch.promote_types(bucket.dtype, torch.float32))
