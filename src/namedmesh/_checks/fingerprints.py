@@ -197,7 +197,7 @@ def raise_differences(
     unique = {frozenset(dist.get_process_group_ranks(group)): group for group in all_groups}
     for group in unique.values():
         all_reduce_max(largest, group)
-    if not largest.item():
+    if largest.tolist() == [0.0]:
         return
     for comparison, keys, difference in zip(comparisons, keys_of_comparisons, differences, strict=True):
         united.update(comparison.describe(_read_differences(keys, difference)))
