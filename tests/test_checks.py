@@ -507,7 +507,8 @@ def count_host_reads() -> list[int]:
     """Return the reads by the host in the first clipping, with few and many parameters and axes."""
     counts = []
     for number, axes in ((2, ("dp",)), (200, ("dp",)), (20, ("cp", "dp", "tp"))):
-        mesh = namedmesh.init_mesh(**{axis: 2 if axis == "dp" else 1 for axis in axes}, device="cpu")
+        sizes: dict[str, Any] = {axis: 2 if axis == "dp" else 1 for axis in axes}
+        mesh = namedmesh.init_mesh(**sizes, device="cpu")
         params = [nn.Parameter(torch.ones(4, size)) for size in range(1, number)]
         for param in params:
             param.grad = torch.ones_like(param)

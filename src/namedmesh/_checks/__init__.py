@@ -11,4 +11,3 @@ from namedmesh._checks.digests import *
 from namedmesh._checks.fingerprints import *
 from namedmesh._checks.models import *
 from namedmesh._checks.replicas import *
-from namedmesh._checks.replication import *

@@ -17,9 +17,10 @@ from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
 from namedmesh.errors import LayoutError, ShapeError, format_items
 from namedmesh.mesh import NamedMesh
+from namedmesh.tensor_parallel.base_styles import Style
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
 from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, reduce_output
-from namedmesh.tensor_parallel.styles import Style, replace_parameter, shard_parameters
+from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
 
 
 class ExpertTensorParallel(LocalParameters):

@@ -17,9 +17,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import replace_parameters
+from namedmesh.tensor_parallel.base_styles import Style
 from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region, reduce_from_tp_region
 from namedmesh.tensor_parallel.layers import local_params, shard_shapes
-from namedmesh.tensor_parallel.styles import Style, shard_parameters
+from namedmesh.tensor_parallel.styles import shard_parameters
 
 
 class LocalParameters(Style):

@@ -20,8 +20,9 @@ from torch.nn.parameter import is_lazy
 from namedmesh._torch import has_hooks
 from namedmesh.errors import PlanError, format_items
 from namedmesh.sharding import is_tp_shard
+from namedmesh.tensor_parallel.base_styles import TorchStyle
 from namedmesh.tensor_parallel.plan_entries import Plan, PlanEntry, format_placement, match_plan
-from namedmesh.tensor_parallel.styles import KeyValueParallel, TorchStyle
+from namedmesh.tensor_parallel.styles import KeyValueParallel
 
 ParamSlot: TypeAlias = "tuple[nn.Module, str]"
 """A module, and a name under which it registers a parameter."""

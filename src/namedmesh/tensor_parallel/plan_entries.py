@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.errors import did_you_mean, format_items
-from namedmesh.tensor_parallel.styles import Style, TorchStyle
+from namedmesh.tensor_parallel.base_styles import Style, TorchStyle
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 """A style for the model itself, or a style for each name, or pattern of names, of modules."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh._checks import compare_replicas, format_params, list_checks, make_layout_key
+from namedmesh._checks import compare_replicas, format_params, list_checks
 from namedmesh._torch import (
     compute_norms,
     find_sharding_under_ddp,
@@ -24,7 +24,7 @@ from namedmesh._torch import (
 from namedmesh.arguments import named_mesh
 from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import find_attribute_axes, find_placements, to_local
+from namedmesh.sharding import find_attribute_axes, find_placements, make_layout_key, to_local
 from namedmesh.tensor_parallel import reduce_gradients
 from namedmesh.training.tying import get_tie, is_counted_on_other_stage
 
