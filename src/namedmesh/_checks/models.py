@@ -220,8 +220,8 @@ class ModelCheck:
         names: dict[str, dict[str, float]] = {"input": {}, "gathered": {}, "gradients": {}}
         for (kind, name), difference in differences.items():
             names[kind][name] = difference
-        ranks = f"the {len(self.ranks)} ranks of {self.axis}"
         size = len(self.ranks)
+        ranks = f"the {size} ranks of {self.axis}"
         problems = [(0, _format_different_inputs(name, size, self.axis)) for name in names["input"]]
         if names["gathered"]:
             message = (
@@ -252,7 +252,7 @@ class ModelCheck:
         Collective: every rank of the groups must call it.
         """
         numbers: list[float] = []
-        if self.kept.input is not None and is_comparable(self.kept.input[1]):
+        if self.token_groups and self.kept.input is not None and is_comparable(self.kept.input[1]):
             tokens = self.kept.input[1]
             if len(tokens) and bool((tokens != tokens[0]).any() and tokens.isfinite().all()):
                 numbers = fingerprint([tokens], tokens.numel())[0, :64].flatten().tolist()
