@@ -40,7 +40,14 @@ DEGREES: dict[str, Any] = {
 
 def our_mesh() -> Callable[[], object]:
     mesh = namedmesh.init_mesh(SIZES, device="cpu")
-    return lambda: mesh.close(destroy_groups=True)
+    owned = [communicator.group for communicator in mesh.communicators if communicator.owned]
+
+    def destroy() -> None:
+        mesh.close()
+        for group in reversed(owned):
+            dist.destroy_process_group(group)
+
+    return destroy
 
 
 def torchs_mesh() -> Callable[[], object]:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 import warnings
@@ -25,8 +26,6 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed import distributed_c10d as c10d
-
-from namedmesh._torch import clear_dtensor_op_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -154,7 +153,10 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store, as torchrun's agent does
     )
     # DTensor takes equal meshes for one: a mesh of a fake world of the parent's, where it was rank 0, is another's.
-    clear_dtensor_op_cache()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
     # torch makes its autograd engine anew in a forked process, at its first use and without a lock: two threads that
     # are first together end the process.
     torch.ones(1, requires_grad=True).square()

@@ -6,8 +6,10 @@ import contextlib
 import io
 import os
 import sys
+from collections import Counter
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -218,7 +220,12 @@ def test_agreement_errors_are_runtime_errors() -> None:
 
 def _destroy_groups_on_one_rank() -> str:
     """One rank destroys groups that the others keep. It would then create groups that they do not."""
-    namedmesh.init_mesh(dp=2, tp=2).close(destroy_groups=dist.get_rank() == WRONG)
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    groups = [mesh.group("tp"), mesh.group("dp")]
+    mesh.close()
+    if dist.get_rank() == WRONG:
+        for group in groups:
+            dist.destroy_process_group(group)
     return error_of(lambda: namedmesh.init_mesh(dp=2, tp=2))
 
 
@@ -306,6 +313,30 @@ def test_the_keys_of_a_call_are_deleted_by_the_next_call() -> None:
     assert run_ranks(4, _count_keys) == [[0]] * 4
 
 
+def _count_operations() -> int:
+    """Return the number of operations on the store that this rank needs for one coordinated call."""
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    operations = Counter[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("set", "get", "add", "wait", "check", "compare_set", "multi_get"):
+            operation = getattr(dist.PrefixStore, name)
+
+            def count(self: Any, *arguments: Any, name: str = name, operation: Any = operation) -> Any:
+                operations[name] += 1
+                return operation(self, *arguments)
+
+            patch.setattr(dist.PrefixStore, name, count)
+        with agree_on("work") as compare:
+            compare({"field": 1})
+    mesh.close()
+    return operations.total()
+
+
+def test_a_call_needs_few_operations_of_the_store_on_every_rank() -> None:
+    # A digest, an arrival and the result before the operation; an arrival and the result after it.
+    assert run_ranks(4, _count_operations) == [5] * 4
+
+
 def _restart() -> list[str]:
     """torchrun restarts the ranks of a job on the same store, which has the keys of the previous attempts."""
     rank = dist.get_rank()
@@ -315,10 +346,9 @@ def _restart() -> list[str]:
     reports = []
     for wrong in (False, True, False):  # Each attempt makes a different request.
         dist.barrier()
-        if (
-            wrong and rank == WRONG
-        ):  # In the previous attempt it was killed between the counter and its request.
-            dist.PrefixStore("namedmesh", store).add("num_requests", 1)
+        if wrong and rank == WRONG:  # In the previous attempt it was killed before it had its prefix.
+            killed: Any = dist.PrefixStore("namedmesh", store)
+            killed.append("nonces", uuid4().hex)
         dist.barrier()
         coordinator = StoreCoordinator(store, rank, 4)
 

@@ -72,7 +72,7 @@ def test_an_accelerator_without_a_backend_is_not_the_default(monkeypatch: pytest
         dist.destroy_process_group()
 
 
-def _init_with_gpus(release: str, local_ranks: dict[str, str], uuids: tuple[str, ...]) -> str:
+def _init_with_gpus(release: str, local_ranks: dict[str, str], num_gpus: int) -> str:
     """Return the device that torch gets on a host with GPUs, or the error."""
     setattr(torch, "__version__", release)  # noqa: B010  mypy takes it for a constant
     del os.environ["LOCAL_RANK"]
@@ -83,9 +83,8 @@ def _init_with_gpus(release: str, local_ranks: dict[str, str], uuids: tuple[str,
         raise LaunchError(f"bound to {device_id}")
 
     with pytest.MonkeyPatch.context() as patch:
-        simulate_devices(patch, "cuda", len(uuids))
+        simulate_devices(patch, "cuda", num_gpus)
         module: Any = torch.get_device_module("cuda")
-        module.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[device.index])
         module.set_device = lambda _: None
         patch.setattr(dist, "init_process_group", stop)
         return error_of(launch.init)
@@ -95,20 +94,8 @@ def test_the_group_is_bound_to_the_device_if_torch_would_guess_it() -> None:
     # The job uses the last two of four GPUs. torch would guess the first two from the global ranks.
     local_ranks = {"0": "2", "1": "3"}
     for release, devices in (("2.14.1+cu130", ["None"] * 2), ("2.15.0.dev1", ["cuda:2", "cuda:3"])):
-        errors = run_ranks(2, _init_with_gpus, release, local_ranks, ("a", "b", "c", "d"), init=False)
+        errors = run_ranks(2, _init_with_gpus, release, local_ranks, 4, init=False)
         assert errors == [f"LaunchError: bound to {device}" for device in devices]
-
-
-@pytest.mark.parametrize(
-    ("local_ranks", "uuids"),
-    [({}, ("a", "b")), ({"0": "0"}, ("a", "b")), ({"0": "0", "1": "1"}, ("a",))],
-)
-def test_ranks_that_share_a_gpu_are_reported_before_a_group_is_created(
-    local_ranks: dict[str, str], uuids: tuple[str, ...]
-) -> None:
-    for text in run_ranks(2, _init_with_gpus, "2.13.0", local_ranks, uuids, init=False):
-        assert text.startswith("AgreementError: ranks 0, 1 have the same GPU, a of host ")
-        assert "LOCAL_RANK" in text
 
 
 def _init_under_torchrun() -> tuple[str, int, timedelta]:
@@ -117,27 +104,6 @@ def _init_under_torchrun() -> tuple[str, int, timedelta]:
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
     return dist.get_backend(), int(total), group._get_backend(torch.device("cpu")).options._timeout
-
-
-def _init_mesh_with_current_gpus(uuids: tuple[str, ...], current: tuple[int, ...]) -> str:
-    """Return the error of a mesh over a default group that was made without ``set_device``."""
-    with pytest.MonkeyPatch.context() as patch:
-        simulate_devices(patch, "cuda", len(uuids))
-        module: Any = torch.get_device_module("cuda")
-        module.is_initialized = lambda: True
-        module.current_device = lambda: current[dist.get_rank()]
-        module.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[device.index])
-        patch.setattr(dist, "get_backend", lambda: "nccl")
-        patch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-        patch.setattr("namedmesh.init.NamedMesh", lambda *_: None)
-        return error_of(lambda: namedmesh.init_mesh(dp=-1))
-
-
-def test_ranks_of_a_default_group_that_share_a_gpu_are_reported() -> None:
-    for text in run_ranks(2, _init_mesh_with_current_gpus, ("a", "b"), (0, 0)):
-        assert text.startswith("AgreementError: ranks 0, 1 have the same GPU, a of host ")
-        assert "set_device" in text
-    assert run_ranks(2, _init_mesh_with_current_gpus, ("a", "b"), (0, 1)) == ["", ""]
 
 
 def test_the_environment_of_torchrun_is_used() -> None:

@@ -74,15 +74,13 @@ def _make_and_close_meshes() -> list[int]:
         mesh.close()
         mesh.close()
         counts.append(live_groups() - before)
-    namedmesh.init_mesh(dp=2, tp=2).close(destroy_groups=True)
-    counts.append(live_groups() - before)
     assert summed(None) == 4.0
     return counts
 
 
-def test_equal_meshes_reuse_groups_and_groups_can_be_destroyed() -> None:
+def test_equal_meshes_reuse_groups() -> None:
     # Of their own dp, and with it dp_cp; cp, and the group of one.
-    assert run_ranks(4, _make_and_close_meshes) == [[4] * 6 + [0]] * 4
+    assert run_ranks(4, _make_and_close_meshes) == [[4] * 6] * 4
 
 
 def _split_world() -> list[float]:
@@ -126,10 +124,10 @@ def _reopen_mesh() -> list[float]:
     """Threads have caches of their own; a mesh that is opened again is equal to the first one."""
     results: list[float] = []
     with ThreadPoolExecutor(1) as thread:  # It stays, as autograd's thread of a GPU does.
-        for destroy in (False, False, True, True):  # after the first True the groups are new
+        for _ in range(4):
             mesh = namedmesh.init_mesh(dp=2, tp=2)
             results += [_multiply_sharded(mesh), thread.submit(_multiply_sharded, mesh).result()]
-            mesh.close(destroy_groups=destroy)
+            mesh.close()
     return results
 
 
@@ -144,17 +142,17 @@ def _close_equal_meshes() -> list[object]:
     found = [_multiply_sharded(first), _multiply_sharded(second)]
     first.close()
     found.append(_multiply_sharded(second))
-    third.close(destroy_groups=True)
+    third.close()
     found.append(_multiply_sharded(second))  # DTensor finds groups by name
     results: list[object] = [found == pytest.approx([found[0]] * 4), first.closed, third.closed]
-    second.close(destroy_groups=True)
-    results.append(live_groups())
+    second.close()
     dist.destroy_process_group()
+    results.append(live_groups())
     return results
 
 
-def test_closing_a_mesh_does_not_destroy_groups_that_another_open_mesh_uses() -> None:
-    assert run_ranks(4, _close_equal_meshes) == [[True, True, True, 1]] * 4
+def test_groups_outlive_their_meshes_and_end_with_the_default_group() -> None:
+    assert run_ranks(4, _close_equal_meshes) == [[True, True, True, 0]] * 4
 
 
 def _replace_default_group() -> list[object]:

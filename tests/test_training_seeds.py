@@ -17,6 +17,7 @@ from messages import error_of
 from ranks import fake_world
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,6 @@ from training_checks import ON_EIGHT, ON_FOUR
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import clear_dtensor_op_cache
 from namedmesh._torch.releases import torch_is_at_least
 from namedmesh.training import seeds
 
@@ -311,7 +311,7 @@ def test_initial_weights_are_shards_of_one_process_and_no_rank_draws_all() -> No
         for rank in range(4):
             with fake_world(4, rank):
                 # DTensor caches layouts by mesh, and the mesh of another rank is equal to this one.
-                clear_dtensor_op_cache()
+                _clear_sharding_prop_cache()
                 mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
                 expected, empty = (
                     distribute_tensor(tensor, mesh["dp", "tp"], placements, src_data_rank=None)
@@ -366,7 +366,7 @@ def test_a_wrong_seed_and_the_meta_device_are_errors() -> None:
 
 def test_complex_parameters_get_random_imaginary_parts_of_any_layout() -> None:
     def make(rank: int, world_size: int) -> Tensor:
-        clear_dtensor_op_cache()  # a rank of another fake world has filled it
+        _clear_sharding_prop_cache()  # a rank of another fake world has filled it
         with fake_world(world_size, rank):
             mesh = namedmesh.init_mesh(tp=world_size, device="cpu")
             model: Any = nn.Module()

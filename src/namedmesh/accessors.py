@@ -14,7 +14,7 @@ from namedmesh._torch import constant_under_compile
 from namedmesh.errors import MeshError, did_you_mean
 from namedmesh.groups import Communicator, Groups
 from namedmesh.layout import Layout, format_axes, quote_axes
-from namedmesh.views import ROOT_VIEW, Views
+from namedmesh.views import ROOT_VIEW, MeshViews
 
 
 class Membership(NamedTuple):
@@ -31,8 +31,8 @@ class Membership(NamedTuple):
     group: Any
 
 
-class MeshAccessors:
-    """The base class of :class:`namedmesh.NamedMesh` with the methods that do not communicate.
+class MeshAccessors(MeshViews):
+    """The part of :class:`namedmesh.NamedMesh` with the methods that do not communicate.
 
     The group, the ranks and the torch mesh of each axis and flattened axis are cached when the
     group is created. A call in a training step is then one look-up in a dict, which torch.compile
@@ -45,17 +45,12 @@ class MeshAccessors:
     """
 
     def __init__(self, layout: Layout, device: torch.device, groups: Groups) -> None:
-        self.layout = layout
-        self.device = device
+        super().__init__(layout, device, groups)
         self.closed = False
         self.global_rank = groups.rank
-        self._groups = groups
-        self._views = Views(layout, groups, device.type)
-        # The caches: memberships by the names of axes, slices by the names in the index, and the
-        # slices over a single name.
+        # The caches: memberships by the names of axes, and slices by the name or names in the index.
         self._memberships: dict[tuple[str, ...], Membership] = {}
-        self._slices: dict[tuple[str, ...], DeviceMesh] = {}
-        self._slices_by_name: dict[str, DeviceMesh] = {}
+        self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}
         self._axes: tuple[str, ...] = ()
         self._version = ""
 
@@ -74,7 +69,7 @@ class MeshAccessors:
             MeshError: the mesh is closed. So do all accessors.
         """
         if isinstance(names, str):
-            cached = self._slices_by_name.get(names)
+            cached = self._slices.get(names)
             return self._find_slice((names,), self._version) if cached is None else cached
         return self._find_slice(tuple(names), self._version)
 
@@ -174,13 +169,13 @@ class MeshAccessors:
     def device_mesh(self) -> DeviceMesh:
         """The torch mesh over all axes of the layout."""
         self._check_open()
-        return self._views.roots[ROOT_VIEW]
+        return self._roots[ROOT_VIEW]
 
     @property
     def views(self) -> dict[str, Layout]:
         """The layouts of the views that were added, by name."""
         self._check_cache()
-        layouts = dict(self._views.layouts)
+        layouts = dict(self._layouts)
         del layouts[ROOT_VIEW]
         return layouts
 
@@ -265,17 +260,17 @@ class MeshAccessors:
         """
         # No two meshes, and no two states of one mesh, have the same version.
         self._version = str(next(_versions))
-        self._axes = tuple(self._views.map_axes_to_views())
+        self._axes = tuple(self._map_axes_to_views())
         for axis in self._axes:
             self._memberships[axis,] = self._make_membership((axis,))
-        for name, axes in self._views.flattened_axes.items():
+        for name, axes in self._flattened_axes.items():
             membership = self._make_membership(axes)
             self._memberships[name,] = membership
             self._memberships[axes] = membership
-        for name in (*self._axes, *self._views.flattened_axes):
+        for name in (*self._axes, *self._flattened_axes):
             # Compiled code can call get_group() on a slice from a dict. It cannot if the slice is
             # the constant result of a function.
-            self._slices_by_name[name] = self._find_slice((name,), self._version)
+            self._slices[name] = self._find_slice((name,), self._version)
 
     def _clear_cache(self) -> None:
         """Clear the caches. The accessors then look for groups, and raise a MeshError."""
@@ -283,16 +278,15 @@ class MeshAccessors:
         self._memberships.clear()
         # The torch meshes hold groups, which destroy_process_group() has to end.
         self._slices.clear()
-        self._slices_by_name.clear()
-        self._views.roots.clear()
-        self._views.flattened_meshes.clear()
+        self._roots.clear()
+        self._flattened_meshes.clear()
 
     def _make_membership(self, axes: tuple[str, ...]) -> Membership:
         """Return the group over axes that exists, its ranks, and the group rank of this rank."""
-        view, ordered = self._views.find_view(axes)
-        layout = self._views.layouts[view]
+        view, ordered = self._find_view(axes)
+        layout = self._layouts[view]
         ranks = layout.group(self.global_rank, *ordered)
-        group = self._groups.get_existing(layout, ordered, self._groups.get_options(ordered))
+        group = self._groups.get_existing(self._groups.make_key(layout, ordered))
         return Membership(ranks, ranks.index(self.global_rank), group)
 
     # torch.compile takes the results of the next three as constants for their arguments. The version
@@ -302,8 +296,8 @@ class MeshAccessors:
     def _find_ranks(self, names: tuple[str, ...], _version: str) -> tuple[int, ...]:
         """Return the global ranks in the group over axes; over all axes if none is named."""
         self._check_open()
-        view, ordered = self._views.find_view(names or self.layout.axes)
-        return self._views.layouts[view].group(self.global_rank, *ordered)
+        view, ordered = self._find_view(names or self.layout.axes)
+        return self._layouts[view].group(self.global_rank, *ordered)
 
     @constant_under_compile
     def _find_group(self, names: tuple[str, ...], _version: str, *, gloo: bool = False) -> dist.ProcessGroup:
@@ -313,11 +307,11 @@ class MeshAccessors:
             MeshError: the mesh is closed, or no such group was created.
         """
         self._check_open()
-        view, ordered = self._views.find_view(names)
+        view, ordered = self._find_view(names)
         options = self._groups.get_options(ordered)
         if gloo:
             options = self._groups.make_gloo_options(options)
-        group = self._groups.get_existing(self._views.layouts[view], ordered, options)
+        group = self._groups.get_existing(self._groups.make_key(self._layouts[view], ordered, options))
         if group is not None:
             return group
         axes = format_axes(ordered)
@@ -337,7 +331,7 @@ class MeshAccessors:
         cached = self._slices.get(names)
         if cached is None:
             self._check_open()
-            cached = self._slices[names] = self._views.slice(names)
+            cached = self._slices[names] = self._make_slice(names)
         return cached
 
 

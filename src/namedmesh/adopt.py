@@ -73,106 +73,75 @@ def _find_stride(ranks: torch.Tensor, dim: int) -> int:
     return 0
 
 
-def infer_layout_from_groups(groups: Mapping[str, dist.ProcessGroup], rank: int) -> Layout:
-    """Return the layout that process groups form.
+def infer_layout_from_groups(
+    groups: Mapping[str, dist.ProcessGroup] | Mapping[str | tuple[str, ...], dist.ProcessGroup], rank: int
+) -> tuple[Layout, dict[tuple[str, ...], dist.ProcessGroup]]:
+    """Return the layout that process groups form, and the groups by their axes in its order.
 
     Args:
-        groups: this rank's group on each axis, the slowest axis first.
+        groups: this rank's group on each axis, the slowest axis first, and on flattened axes by a
+            tuple of their axes.
         rank: the global rank of this process.
 
     Raises:
         LayoutError: the groups form no layout; all problems at once.
+        AxisError: a flattened axis has an unknown axis.
     """
-    problems = []
-    arguments: Mapping[str, object] = groups
-    for axis, argument in arguments.items():
-        # torch returns an int, GroupMember.NON_GROUP_MEMBER, on ranks that are not in a group.
-        if not isinstance(argument, dist.ProcessGroup):
-            problems.append(
-                f"the group of axis {axis!r} is one that rank {rank} is not in; give this rank's "
-                "own ProcessGroup on each axis"
-            )
-    if problems:
-        raise LayoutError(*problems)
-    sizes = [group.size() for group in groups.values()]
-    layout = Layout.from_shape(list(groups), sizes)
+    by_axes = {(axes,) if isinstance(axes, str) else tuple(axes): group for axes, group in groups.items()}
+    _check_groups(by_axes, rank)
+    single = {axes[0]: group for axes, group in by_axes.items() if len(axes) == 1}
+    sizes = [group.size() for group in single.values()]
+    layout = Layout.from_shape(single, sizes)
     # The group ranks are the coordinates of this rank. They give its index in the layout, and so
     # the first rank.
     index = 0
-    for group, stride in zip(groups.values(), layout.strides, strict=True):
+    for group, stride in zip(single.values(), layout.strides, strict=True):
         index += group.rank() * stride
     if rank < index:
         raise LayoutError(
             f"the groups do not form the row-major layout {layout}: rank {rank} would have index "
             f"{index} in it; give the axes from the slowest to the fastest"
         )
-    layout = Layout.from_shape(list(groups), sizes, rank_offset=rank - index)
-    for axis, group in groups.items():
-        # torchft's managed groups, for one, are ProcessGroups that torch.distributed does not know.
-        if not is_registered(group):
-            problems.append(
-                f"the group of axis {axis!r} is a {type(group).__name__} that is not registered in "
-                "torch.distributed, so its ranks are not known; omit the axis"
-            )
-            continue
-        actual = tuple(dist.get_process_group_ranks(group))
-        expected = layout.group(rank, axis)
-        if actual != expected:
-            problems.append(
-                f"the group of axis {axis!r} has ranks {format_items(actual)}, but {layout} has "
-                f"{format_items(expected)} for rank {rank}; give the axes from the slowest to the "
-                "fastest"
-            )
-    if problems:
-        raise LayoutError(*problems)
-    return layout
-
-
-def split_groups(
-    groups: Mapping[str, dist.ProcessGroup] | Mapping[str | tuple[str, ...], dist.ProcessGroup],
-) -> tuple[dict[str, dist.ProcessGroup], dict[tuple[str, ...], dist.ProcessGroup]]:
-    """Return the groups of single axes, and the groups of several axes, in their order.
-
-    Args:
-        groups: this rank's groups by an axis, or by a tuple of axes.
-    """
-    by_axis: dict[str, dist.ProcessGroup] = {}
-    flattened: dict[tuple[str, ...], dist.ProcessGroup] = {}
-    for axes, group in groups.items():
-        if isinstance(axes, str):
-            by_axis[axes] = group
-        elif len(axes) == 1:
-            by_axis[axes[0]] = group
-        else:
-            flattened[tuple(axes)] = group
-    return by_axis, flattened
-
-
-def check_flattened_groups(
-    layout: Layout, groups: Mapping[tuple[str, ...], dist.ProcessGroup], rank: int
-) -> dict[tuple[str, ...], dist.ProcessGroup]:
-    """Return groups over several axes, by their axes in the order of the layout.
-
-    Args:
-        layout: the layout.
-        groups: this rank's groups, by their axes in any order.
-        rank: the global rank of this process.
-
-    Raises:
-        AxisError: an axis is not in the layout.
-        LayoutError: a group has other ranks than its axes; all problems at once.
-    """
+    layout = Layout.from_shape(single, sizes, rank_offset=rank - index)
+    ordered_groups = {}
     problems = []
-    checked = {}
-    for axes, group in groups.items():
+    for axes, group in by_axes.items():
+        actual = tuple(dist.get_process_group_ranks(group))
         expected = layout.group(rank, *axes)
-        actual = tuple(sorted(dist.get_process_group_ranks(group)))
         if actual != expected:
+            remedy = "give the axes from the slowest to the fastest"
+            if len(axes) > 1:
+                remedy = "omit it, or name its axes"
             problems.append(
-                f"the group of axes {format_axes(axes)} has ranks {format_items(actual)}, but "
-                f"{layout} has {format_items(expected)} for rank {rank}; omit it, or name its axes"
+                f"the group of {_describe(axes)} has ranks {format_items(actual)}, but {layout} "
+                f"has {format_items(expected)} for rank {rank}; {remedy}"
             )
-        checked[tuple(axis for axis in layout if axis in axes)] = group
+        ordered_groups[tuple(axis for axis in layout if axis in axes)] = group
     if problems:
         raise LayoutError(*problems)
-    return checked
+    return layout, ordered_groups
+
+
+def _check_groups(arguments: Mapping[tuple[str, ...], object], rank: int) -> None:
+    """Raise a LayoutError for arguments whose ranks torch does not know, by their axes."""
+    problems = []
+    for axes, argument in arguments.items():
+        # torch returns an int, GroupMember.NON_GROUP_MEMBER, on ranks that are not in a group.
+        if not isinstance(argument, dist.ProcessGroup):
+            problems.append(
+                f"the group of {_describe(axes)} is one that rank {rank} is not in; give this "
+                "rank's own ProcessGroup on each axis"
+            )
+        elif not is_registered(argument):
+            # torchft's managed groups, for one, are ProcessGroups that torch.distributed does not
+            # know.
+            problems.append(
+                f"the group of {_describe(axes)} is a {type(argument).__name__} that is not "
+                "registered in torch.distributed, so its ranks are not known; omit the axis"
+            )
+    if problems:
+        raise LayoutError(*problems)
+
+
+def _describe(axes: tuple[str, ...]) -> str:
+    return f"{'axis' if len(axes) == 1 else 'axes'} {format_axes(axes)}"

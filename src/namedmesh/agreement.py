@@ -1,20 +1,24 @@
 """Coordinated calls: every rank proceeds, or every rank raises the same error.
 
 torch hangs when ranks create different process groups, or when some ranks do not take part. Before
-such an operation, each rank therefore writes its request to the store of the default group. The
-last rank to arrive compares the requests and publishes the result, for which all ranks wait. A rank
-that times out publishes a result that names the missing ranks. A second round after the operation
-confirms that it succeeded on every rank. After an error the job is expected to exit: there is no
-retry.
+such an operation, each rank therefore compares a digest of its request with the first one in the
+store of the default group, and counts itself as arrived. The last rank to arrive publishes whether
+all are equal, for which all ranks wait: a constant number of operations for each rank.
+
+Only after a failure do the ranks write their requests, from which one of them finds the problems:
+when digests differ, when a rank has failed, or when one has waited too long for the others. A
+second round after the operation confirms that it succeeded on every rank. After an error the job is
+expected to exit: there is no retry.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +28,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from namedmesh._torch import get_timeout
-from namedmesh.coordinator import StoreCoordinator, format_missing, get_default_coordinator
+from namedmesh.coordinator import (
+    StoreCoordinator,
+    find_existing_keys,
+    format_missing,
+    get_default_coordinator,
+    get_values,
+    wait_for_value,
+)
 from namedmesh.errors import AgreementError, NamedMeshError, format_ranks, print_in_one_line
 
 # How long a failed rank waits for the others before it publishes its failure. Ranks that are
@@ -32,23 +43,15 @@ from namedmesh.errors import AgreementError, NamedMeshError, format_ranks, print
 _FAILURE_GRACE_PERIOD = timedelta(seconds=5)
 # The time limit of store operations that do not depend on other ranks.
 _STORE_TIMEOUT = timedelta(seconds=15)
+# The result of a phase that succeeded.
+_SUCCESS = "ok"
+# A rank that differs from the first one counts itself as arrived with this number besides.
+_DIFFERENT = 1 << 32
 # How long the process that hosts the store stays alive after a failure, so that the other ranks can
 # read the result.
 _RESULT_GRACE_SECONDS = 10.0
 
 T = TypeVar("T")
-
-
-class Distinct(NamedTuple):
-    """A value in a request that must differ between all ranks.
-
-    Attributes:
-        value: the value; empty on a rank to which the check does not apply.
-        remedy: the advice in the error if two ranks have the same value.
-    """
-
-    value: str
-    remedy: str
 
 
 @contextmanager
@@ -97,12 +100,10 @@ class _Record(NamedTuple):
     Attributes:
         failure: the reason why the rank failed; empty if it did not.
         request: the fields that must be the same on every rank.
-        distinct: the fields that must differ between all ranks.
     """
 
     failure: str
     request: Mapping[str, str]
-    distinct: Mapping[str, Distinct]
 
 
 class _CoordinatedCall:
@@ -134,20 +135,13 @@ class _CoordinatedCall:
         Collective: every rank of the world must call it, or :meth:`report_failure`.
 
         Args:
-            request: the fields of the request. A value of type :class:`Distinct` must differ
-                between all ranks, any other value must be the same.
+            request: the fields of the request. Their texts must be the same on every rank.
 
         Raises:
             AgreementError: the requests differ, or some ranks are missing or have failed.
         """
-        texts = {"call": self.call}
-        distinct: dict[str, Distinct] = {}
-        for name, value in request.items():
-            if isinstance(value, Distinct):
-                distinct[name] = value
-            else:
-                texts[name] = str(value)
-        record = _Record("", texts, distinct)
+        texts = {name: str(value) for name, value in request.items()}
+        record = _Record("", {"call": self.call, **texts} if self.phase == "request" else {})
         self._run_in_thread(self.timeout, lambda: self._exchange(record, self.timeout))
         self.phase = "done"
         self.deadline = time.monotonic() + self.timeout.total_seconds()
@@ -167,7 +161,7 @@ class _CoordinatedCall:
             own_problems = error.problems
         reason = "; ".join(own_problems) or f"{type(error).__name__}: {error}"
         first_line = reason.partition("\n")[0]
-        record = _Record(first_line, {}, {})
+        record = _Record(first_line, {})
         try:
             self._run_in_thread(
                 2 * _FAILURE_GRACE_PERIOD, lambda: self._exchange(record, _FAILURE_GRACE_PERIOD)
@@ -177,7 +171,7 @@ class _CoordinatedCall:
                 raise result from error
 
     def _exchange(self, record: _Record, patience: timedelta) -> list[str]:
-        """Write this rank's record, and wait for the problems that the phase has as its result.
+        """Take part in a phase, and return the problems that it has as its result.
 
         Args:
             record: the record of this rank.
@@ -188,57 +182,70 @@ class _CoordinatedCall:
         """
         coordinator = self.coordinator
         run_store = coordinator.run_store(self.call, patience)
-        self.store = store = dist.PrefixStore(str(self.number), run_store)
-        result_key = f"{self.phase}/result"
-        store.set(f"{self.phase}/{self.rank}", json.dumps(record))
-        if store.add(f"{self.phase}/arrived", 1) == self.world_size:
-            self._publish_result(range(self.world_size))
+        self.store = store = dist.PrefixStore(f"{self.number}/{self.phase}", run_store)
+        num_arrived = store.add("arrived", 1 if self._is_equal(record) else 1 + _DIFFERENT)
+        report = f"report of rank {self.rank}"
+        result = ""
+        if num_arrived % _DIFFERENT == self.world_size:
+            # This rank is the last one. A result that exists is not replaced: all ranks must read
+            # the same one.
+            outcome = _SUCCESS if num_arrived == self.world_size else report
+            result = store.compare_set("result", "", outcome).decode()
         deadline = min(self.deadline, time.monotonic() + patience.total_seconds())
-        coordinator.serve_run_prefix(store, result_key, deadline)
+        coordinator.serve_run_prefix(store, "result", deadline)
         remaining = max(deadline - time.monotonic(), 0.01)
         try:
-            store.wait([result_key], timedelta(seconds=remaining))
+            result = result or wait_for_value(store, "result", timedelta(seconds=remaining))
         except dist.DistStoreError:
-            # Only the first rank to time out looks for missing ranks. If every rank did, the store
-            # would be read world_size**2 times.
-            if store.add(f"{self.phase}/timed_out", 1) == 1:
-                self._publish_result(self._find_arrived())
-            store.wait([result_key], _STORE_TIMEOUT)
-        problems: list[str] = json.loads(store.get(result_key))
-        if problems:
-            coordinator.publish_prefix()
-            self._wait_for_readers()
-        else:
-            coordinator.delete_finished_phase(store, self.phase)
+            result = store.compare_set("result", "", report).decode()
+        if result == _SUCCESS:
+            coordinator.delete_finished_keys(store, ["first", "arrived", "result"])
+            return []
+        problems = self._exchange_records(record, is_reporter=result == report)
+        coordinator.publish_prefix()
+        self._wait_for_readers()
         return problems
 
-    def _find_arrived(self) -> list[int]:
-        """Return the ranks that have written a record in this phase."""
-        return [rank for rank in range(self.world_size) if self.store.check([f"{self.phase}/{rank}"])]
+    def _is_equal(self, record: _Record) -> bool:
+        """Return whether the request of this rank is equal to the first one in the store."""
+        if record.failure or not record.request:
+            return not record.failure
+        digest = hashlib.sha256(json.dumps(record.request).encode()).hexdigest()
+        return bool(self.store.compare_set("first", "", digest) == digest.encode())
 
-    def _publish_result(self, arrived: Sequence[int]) -> None:
-        """Find the problems in the records of a phase, and publish them as its result.
-
-        A result that exists is not replaced: all ranks must read the same one.
+    def _exchange_records(self, record: _Record, *, is_reporter: bool) -> list[str]:
+        """Write the record of this rank after a failed phase, and return the problems of all.
 
         Args:
-            arrived: the ranks that have written a record.
+            record: the record of this rank.
+            is_reporter: whether this rank finds the problems for all.
         """
-        records = self._read_records(arrived)
+        store = self.store
+        store.set(f"record/{self.rank}", json.dumps(record))
+        num_records = store.add("records", 1)
+        if is_reporter:
+            # All ranks that have arrived write their records at once.
+            deadline = time.monotonic() + _FAILURE_GRACE_PERIOD.total_seconds()
+            while num_records < store.add("arrived", 0) % _DIFFERENT and time.monotonic() < deadline:
+                time.sleep(0.01)
+                num_records = store.add("records", 0)
+            store.set("problems", json.dumps(self._find_problems()))
+        problems: list[str] = json.loads(wait_for_value(store, "problems", _STORE_TIMEOUT))
+        return problems
+
+    def _find_problems(self) -> list[str]:
+        """Return the problems in the records of a failed phase."""
         failures = {}
         requests = {}
-        distinct = {}
-        for rank, record in records.items():
+        for rank, record in self._read_records().items():
             if record.failure:
                 failures[rank] = record.failure
             requests[rank] = record.request
-            distinct[rank] = record.distinct
         problems = []
         if not failures:
             # A failed rank has no request. It would differ in every field.
             problems += find_differences(requests)
-            problems += find_duplicates(distinct)
-        missing = sorted(set(range(self.world_size)) - set(arrived))
+        missing = sorted(set(range(self.world_size)) - set(requests))
         # Before the deadline, a missing rank may just be blocked inside torch, where it waits for
         # the rank that has failed. Then it is not to blame.
         if missing and (not failures or time.monotonic() > self.deadline):
@@ -248,15 +255,14 @@ class _CoordinatedCall:
             problems.append(format_missing(missing, self.world_size, action, self.timeout))
         for rank in list(failures)[:3]:
             problems.append(f"rank {rank} failed in {self.call}: {failures[rank]}")
-        self.store.compare_set(f"{self.phase}/result", "", json.dumps(problems))
+        return problems
 
-    def _read_records(self, ranks: Sequence[int]) -> dict[int, _Record]:
-        """Return the records of some ranks in this phase."""
-        keys = [f"{self.phase}/{rank}" for rank in ranks]
-        # A FileStore has no multi_get.
-        texts = self.store.multi_get(keys) if self.store.has_extended_api() else map(self.store.get, keys)
+    def _read_records(self) -> dict[int, _Record]:
+        """Return the records of the ranks that have written one in this phase, by rank."""
+        keys = find_existing_keys(self.store, [f"record/{rank}" for rank in range(self.world_size)])
         records = {}
-        for rank, text in zip(ranks, texts, strict=True):
+        for key, text in zip(keys, get_values(self.store, keys), strict=True):
+            rank = int(key.removeprefix("record/"))
             records[rank] = _Record(*json.loads(text))
         return records
 
@@ -271,8 +277,7 @@ class _CoordinatedCall:
             return
         deadline = time.monotonic() + _RESULT_GRACE_SECONDS
         while time.monotonic() < deadline:
-            num_arrived = self.store.add(f"{self.phase}/arrived", 0)
-            if self.store.add("num_readers", 0) >= num_arrived:
+            if self.store.add("num_readers", 0) >= self.store.add("arrived", 0) % _DIFFERENT:
                 return
             time.sleep(0.05)
 
@@ -364,30 +369,4 @@ def find_differences(requests: Mapping[int, Mapping[str, str]]) -> list[str]:
         ordered = sorted(ranks_by_value.items(), key=lambda item: -len(item[1]))
         values = "; ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in ordered)
         problems.append(f"{name} differs between ranks: {values}; give every rank the same")
-    return problems
-
-
-def find_duplicates(requests: Mapping[int, Mapping[str, Sequence[str]]]) -> list[str]:
-    """Return a message for each value that several ranks have, but only one rank may have.
-
-    Args:
-        requests: by rank, the :class:`Distinct` of each field, as a tuple or a list.
-
-    Example:
-        >>> gpu = Distinct("0 of host a", "set LOCAL_RANK")
-        >>> find_duplicates({0: {"GPU": gpu}, 1: {"GPU": gpu}})
-        ['ranks 0, 1 have the same GPU, 0 of host a; set LOCAL_RANK']
-    """
-    ranks_by_value: dict[tuple[str, str], list[int]] = defaultdict(list)
-    remedies: dict[tuple[str, str], str] = {}
-    for rank, request in requests.items():
-        for name, (value, remedy) in request.items():
-            if value:
-                ranks_by_value[name, value].append(rank)
-                remedies[name, value] = remedy
-    problems = []
-    for (name, value), ranks in ranks_by_value.items():
-        if len(ranks) > 1:
-            remedy = remedies[name, value]
-            problems.append(f"{format_ranks(ranks)} have the same {name}, {value}; {remedy}")
     return problems

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,10 +22,12 @@ import torch.distributed as dist
 from namedmesh._torch import get_default_store
 from namedmesh.errors import AgreementError, format_ranks
 
-# Rank 0 polls the store for requests, because torch logs each wait that times out.
+# Rank 0 polls the store for nonces, because torch logs each wait that times out.
 _SHORTEST_POLL_SECONDS = 0.001
 _LONGEST_POLL_SECONDS = 0.1
-_KEYS_IN_ONE_WAIT = 64
+_NONCE = "[0-9a-f]{32}"
+# torch's store takes more than linearly longer for more keys in one operation.
+_KEYS_IN_ONE_OPERATION = 128
 # How long the host of the store waits for ranks that may have failed.
 _READER_GRACE_SECONDS = 10.0
 
@@ -41,24 +44,27 @@ class StoreCoordinator:
         num_calls: the number of calls so far, which is the same on every rank.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         # The number is the same on every rank, since all ranks make the same calls in the same
         # order.
         self.num_calls = 0
-        self._root_store = dist.PrefixStore("namedmesh", store)
+        self._root_store: Any = dist.PrefixStore("namedmesh", store)
         self._run_prefix = uuid4().hex if rank == 0 else ""
         self._prefix_read_by_all = False
-        self._finished_phase: tuple[dist.Store, str] | None = None
+        if not store.has_extended_api():
+            # No nonces can be appended to a FileStore. torch demands a new file for each run.
+            self._run_prefix = "run"
+            self._prefix_read_by_all = True
+        self._finished_keys: list[tuple[dist.Store, str]] = []
 
     def run_store(self, call: str, timeout: timedelta) -> dist.Store:
         """Return a namespace of the store that only this run of the job uses.
 
         torchrun restarts the ranks of a job on the same store, so that the keys of previous
         attempts still exist and cannot be told from new ones. Rank 0 therefore generates a random
-        prefix, and sends it to each rank in reply to a request under a key that nobody has used
-        before.
+        prefix, and sends it to each rank in reply to a nonce that nobody has used before.
 
         Args:
             call: the call that needs the store, for the error.
@@ -68,12 +74,10 @@ class StoreCoordinator:
             AgreementError: rank 0 did not reply.
         """
         if not self._run_prefix:
-            token = uuid4().hex
-            number = self._root_store.add("num_requests", 1)
-            self._root_store.set(f"request/{number}", token)
+            nonce = uuid4().hex
+            self._root_store.append("nonces", nonce)
             try:
-                self._root_store.wait([f"reply/{token}"], timeout)
-                self._run_prefix = self._root_store.get(f"reply/{token}").decode()
+                self._run_prefix = wait_for_value(self._root_store, f"reply/{nonce}", timeout)
             except dist.DistStoreError:
                 # Rank 0 stops replying once the call has failed. Then this rank is the late one,
                 # and finds the result of the call under the prefix that rank 0 has published.
@@ -96,43 +100,24 @@ class StoreCoordinator:
         """
         if self.rank != 0:
             return
-        num_seen = 0
-        pending: list[int] = []
+        num_answered = 0
         pause = _SHORTEST_POLL_SECONDS
         while not self._prefix_read_by_all:
             if time.monotonic() >= deadline or store.check([result_key]):
                 return
-            # The requests of previous attempts are counted too. Replies to them do no harm.
-            num_requests = self._root_store.add("num_requests", 0)
-            pending.extend(range(num_seen + 1, num_requests + 1))
-            num_seen = num_requests
-            pending = self._reply_to_requests(pending)
+            if self._root_store.check(["nonces"]):
+                text = self._root_store.get("nonces").decode()
+                # The nonces of previous attempts are among them. Replies to them do no harm.
+                replies = [f"reply/{nonce}" for nonce in re.findall(_NONCE, text)]
+                for keys in split_keys(replies[num_answered:]):
+                    self._root_store.multi_set(keys, [self._run_prefix] * len(keys))
+                num_answered = len(replies)
             num_readers = self._root_store.add(f"{self._run_prefix}/read", 0)
             if num_readers == self.world_size - 1:
                 self._prefix_read_by_all = True
                 return
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
             time.sleep(pause)
-
-    def _reply_to_requests(self, numbers: Sequence[int]) -> list[int]:
-        """Send the prefix to the ranks that have written a request for it.
-
-        Args:
-            numbers: the numbers of requests without a reply.
-
-        Returns:
-            The numbers of the requests that are not written yet.
-        """
-        pending = []
-        for number in numbers:
-            # A rank increments the counter first and writes its request then. It may have been
-            # killed in between.
-            if self._root_store.check([f"request/{number}"]):
-                token = self._root_store.get(f"request/{number}").decode()
-                self._root_store.set(f"reply/{token}", self._run_prefix)
-            else:
-                pending.append(number)
-        return pending
 
     def publish_prefix(self) -> None:
         """Publish the prefix after a failed call, if this is rank 0.
@@ -149,23 +134,19 @@ class StoreCoordinator:
         restart_count, prefix = json.loads(self._root_store.get("late"))
         return str(prefix) if restart_count == _get_restart_count() else ""
 
-    def delete_finished_phase(self, store: dist.Store, phase: str) -> None:
-        """Delete the keys of the phase before ``phase``.
+    def delete_finished_keys(self, store: dist.Store, keys: Sequence[str]) -> None:
+        """Delete the keys of the phase before this one. Each rank deletes its part of them.
 
-        Nobody reads them any more, since every rank has arrived at ``phase``.
+        Nobody reads them any more, since every rank has arrived at this phase.
 
         Args:
             store: the store of the call.
-            phase: the phase at which every rank has arrived.
+            keys: the keys of this phase, for the next call.
         """
-        if self._finished_phase is not None:
-            old_store, old_phase = self._finished_phase
-            names = [str(self.rank)]
-            if self.rank == 0:
-                names += ["arrived", "result"]
-            for name in names:
-                old_store.delete_key(f"{old_phase}/{name}")
-        self._finished_phase = (store, phase)
+        for index, (old_store, key) in enumerate(self._finished_keys):
+            if index % self.world_size == self.rank:
+                old_store.delete_key(key)
+        self._finished_keys = [(store, key) for key in keys]
 
 
 def _get_restart_count() -> str:
@@ -215,10 +196,9 @@ def exchange_values(name: str, value: Any, missing: Any = None, *, timeout: time
     store.set(str(rank), json.dumps(value))
     keys = [str(other) for other in range(dist.get_world_size())]
     found: list[str] = []
-    # A wait for thousands of keys at once takes longer than one for each part of them.
-    for first in range(0, len(keys), _KEYS_IN_ONE_WAIT):
-        found += _wait_for_keys(store, keys[first : first + _KEYS_IN_ONE_WAIT], deadline)
-    texts = dict(zip(found, store.multi_get(found), strict=True))
+    for part in split_keys(keys):
+        found += _wait_for_keys(store, part, deadline)
+    texts = dict(zip(found, get_values(store, found), strict=True))
     # This process may host the store, which must live until the others have read the values.
     store.add("num_readers", 1)
     while rank == 0 and store.add("num_readers", 0) < len(found):
@@ -228,14 +208,59 @@ def exchange_values(name: str, value: Any, missing: Any = None, *, timeout: time
     return [json.loads(texts[key]) if key in texts else missing for key in keys]
 
 
-def _wait_for_keys(store: dist.Store, keys: list[str], deadline: float) -> list[str]:
+def split_keys(keys: Sequence[str]) -> list[Sequence[str]]:
+    """Return keys in parts for one operation of the store each."""
+    return [keys[i : i + _KEYS_IN_ONE_OPERATION] for i in range(0, len(keys), _KEYS_IN_ONE_OPERATION)]
+
+
+def find_existing_keys(store: dist.Store, keys: Sequence[str]) -> list[str]:
+    """Return the keys that exist in a store."""
+    found: list[str] = []
+    for part in split_keys(keys):
+        # Usually all exist.
+        if store.check(list(part)):
+            found += part
+        else:
+            found += [key for key in part if store.check([key])]
+    return found
+
+
+def get_values(store: Any, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of keys that exist in a store."""
+    if not store.has_extended_api():  # a FileStore
+        return [store.get(key) for key in keys]
+    values: list[bytes] = []
+    for part in split_keys(keys):
+        values += store.multi_get(list(part))
+    return values
+
+
+def wait_for_value(store: Any, key: str, timeout: timedelta) -> str:
+    """Return the value of a key, once it exists.
+
+    Args:
+        store: the store.
+        key: the key.
+        timeout: how long to wait for it.
+
+    Raises:
+        DistStoreError: torch's, if the key does not exist in time.
+    """
+    # ``get`` waits, too, but always for the timeout of the store. A second does not matter.
+    if timeout + timedelta(seconds=1) < store.timeout:
+        store.wait([key], timeout)
+    value: bytes = store.get(key)
+    return value.decode()
+
+
+def _wait_for_keys(store: dist.Store, keys: Sequence[str], deadline: float) -> list[str]:
     """Wait until all keys exist or the deadline is over, and return those that exist."""
     remaining = max(deadline - time.monotonic(), 0.01)
     try:
-        store.wait(keys, timedelta(seconds=remaining))
+        store.wait(list(keys), timedelta(seconds=remaining))
     except dist.DistStoreError:
-        return [key for key in keys if store.check([key])]
-    return keys
+        return find_existing_keys(store, keys)
+    return list(keys)
 
 
 def format_missing(ranks: Sequence[int], world_size: int, action: str, timeout: timedelta) -> str:

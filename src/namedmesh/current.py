@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from namedmesh.errors import MeshError, format_items
 from namedmesh.groups import Groups, get_backends
 
-# The module of NamedMesh imports this one, so the class is not available here.
-NamedMesh: TypeAlias = Any
+if TYPE_CHECKING:
+    # At run time the module of NamedMesh imports this one.
+    from namedmesh.mesh import NamedMesh
 
-# The meshes that were not closed, the oldest first, each with all of its groups.
+# The meshes that were not closed, the oldest first, each with its groups.
 _meshes: dict[NamedMesh, Groups] = {}
 # The stack of selected meshes. It belongs to the process and not to a thread: autograd runs
 # backward functions in its own threads, and they must see the same mesh.
@@ -44,7 +45,7 @@ def register(mesh: NamedMesh, groups: Groups) -> None:
 
     Args:
         mesh: the mesh.
-        groups: all of its groups.
+        groups: its groups.
 
     Raises:
         MeshError: the mesh cannot use one of the groups; see :func:`check_groups`.

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch.distributed as dist
 
 from namedmesh._torch import (
-    clear_dtensor_op_cache,
     constant_under_compile,
     get_backend_default_timeout,
     get_bound_device,
@@ -41,12 +41,13 @@ class GroupKey(NamedTuple):
         partition: the ranks of all groups over the same axes, as
             :func:`namedmesh.layout.make_partition_key` returns them.
         options: the normalized options; None for the group of one rank, which has none.
-        use: the purpose of a group that is not shared; empty for a shared group.
+        use: the purpose of a group that is not shared; empty for a shared group. If it is a str,
+            only the members have created the group.
     """
 
     partition: Hashable
     options: GroupOptions | None
-    use: object = ""
+    use: str | tuple[str | int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -61,8 +62,6 @@ class Communicator:
             outlives the interpreter aborts the process.
         owned: whether namedmesh created it. The default group and adopted groups are not owned.
         users: the number of open meshes that use it.
-        created_by_all: whether every rank of the world has created a group with this key. If not,
-            only the members have, as for the checkpoints of a mesh over some ranks of the world.
     """
 
     label: str
@@ -70,7 +69,6 @@ class Communicator:
     reference: ref[dist.ProcessGroup]
     owned: bool = True
     users: int = 0
-    created_by_all: bool = True
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -92,11 +90,10 @@ class Communicator:
 
 _NO_OPTIONS = GroupOptions()
 
-CHECKPOINT_TIMEOUT = timedelta(minutes=30)
-"""The shortest timeout of the group of checkpoints: writes take longer than collectives."""
-
 # The key of the group that has this rank only. All axes of size 1 share it.
 _SELF_KEY = GroupKey("self", None)
+# The key of the default group.
+_WORLD_KEY = GroupKey("world", None)
 
 # The groups over the ranks of the current default group, in the order of their creation. They are
 # kept when a mesh is closed: torch gives each new group a new name, while the caches of DTensor
@@ -109,7 +106,10 @@ def describe_group_cache() -> str:
 
     Ranks compare the text before they create groups: it must be the same on every rank.
     """
-    labels = [cached.label for cached in _group_cache.values() if cached.created_by_all]
+    labels = []
+    for key, cached in _group_cache.items():
+        if cached.exists() and not isinstance(key.use, str):
+            labels.append(cached.label)
     return ", ".join(labels) or "none"
 
 
@@ -140,9 +140,10 @@ class Groups:
         self._world: Any = ref(dist.group.WORLD)
         self._world_options = GroupOptions(timeout=get_timeout())
         self._normalized: dict[GroupOptions, GroupOptions] = {}
-        if not all(cached.exists() for cached in _group_cache.values()):
-            # The default group was destroyed, and with it every group. There is a new one now.
-            _group_cache.clear()
+        # The default group may have been destroyed, and with it every group. There is a new one now.
+        for key in list(_group_cache):
+            if not _group_cache[key].exists():
+                del _group_cache[key]
 
     @property
     def world(self) -> Any:
@@ -178,30 +179,32 @@ class Groups:
                 merged = merge_options(merged, axis_options, format_axes(axes))
         return merged or _NO_OPTIONS
 
-    def make_key(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> GroupKey:
+    def make_key(self, layout: Layout, axes: Sequence[str], options: GroupOptions | None = None) -> GroupKey:
         """Return the cache key of the groups over some axes. It is the same on every rank.
 
         Args:
             layout: the layout.
-            axes: axes of the layout.
-            options: the options of the groups.
+            axes: axes of the layout, in its order.
+            options: the options of the groups; by default those of the axes.
         """
-        if layout.size(*axes) == 1:
+        size = layout.size(*axes)
+        if size == 1:
             return _SELF_KEY
-        key = GroupKey(make_partition_key(layout, *axes), self.normalize(options))
-        if options.share:
-            return key
+        options = self.get_options(tuple(axes)) if options is None else options
+        normalized = self.normalize(options)
+        if size == self.world_size and normalized == self._world_options:
+            return _WORLD_KEY
+        key = GroupKey(make_partition_key(layout, *axes), normalized, ())
         # With share=False the key has a number: the first one that this mesh has, or that no open
         # mesh uses. The group of a closed mesh is thus reused, as every other group is.
         number = 0
-        while True:
-            numbered = key._replace(use=("_".join(axes), number))
-            if numbered in self.acquired:
-                return numbered
+        while not options.share:
+            numbered = key._replace(use=(*axes, number))
             cached = _group_cache.get(numbered)
-            if cached is None or cached.users == 0:
+            if numbered in self.acquired or cached is None or cached.users == 0:
                 return numbered
             number += 1
+        return key
 
     def normalize(self, options: GroupOptions) -> GroupOptions:
         """Return options with defaults filled in and the backend normalized, for a cache key.
@@ -243,35 +246,20 @@ class Groups:
             overrides[axis] = override
         return overrides
 
-    def get_existing(
-        self, layout: Layout, axes: Sequence[str], options: GroupOptions
-    ) -> dist.ProcessGroup | None:
-        """Return the mesh's group over some axes; None if the mesh has none. Does not communicate.
-
-        Every mesh can use the default group, without acquiring it.
+    def get_existing(self, key: GroupKey) -> dist.ProcessGroup | None:
+        """Return the mesh's group with a key; None if the mesh has none. Does not communicate.
 
         Args:
-            layout: the layout.
-            axes: axes of the layout.
-            options: the options of the group.
+            key: the cache key.
         """
-        key = self.make_key(layout, axes, options)
-        acquired = self.acquired.get(key)
-        if acquired is not None:
-            return acquired.group
-        if self._is_world(layout, axes, key):
-            world: dist.ProcessGroup | None = self.world
-            return world
-        return None
+        if key in self.acquired:
+            return self.acquired[key].group
+        # Every mesh can use the default group, without acquiring it.
+        return self.world if key == _WORLD_KEY else None
 
-    def _is_world(self, layout: Layout, axes: Sequence[str], key: GroupKey) -> bool:
-        """Return whether the default group can be used as the group over some axes.
-
-        It can if the axes span all ranks of the world, and the key has the same options.
-        """
-        return layout.size(*axes) == self.world_size and key.options == self._world_options
-
-    def get_or_create(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
+    def get_or_create(
+        self, layout: Layout, axes: Sequence[str], options: GroupOptions | None = None
+    ) -> dist.ProcessGroup:
         """Return this rank's group over some axes of a layout of the world.
 
         Each rank creates all groups over the axes, and not only its own.
@@ -279,14 +267,20 @@ class Groups:
 
         Args:
             layout: the layout, over all ranks of the world.
-            axes: axes of the layout.
-            options: the options of the groups.
+            axes: axes of the layout, in its order.
+            options: the options of the groups; by default those of the axes. Only these may ask for
+                an additional gloo group.
         """
+        if options is None:
+            options = self.get_options(tuple(axes))
+            if options.create_gloo_group:
+                # It comes first on every rank: ranks must create groups in the same order.
+                self.get_or_create(layout, axes, self.make_gloo_options(options))
         key = self.make_key(layout, axes, options)
         if key == _SELF_KEY:
             return self.get_self_group()
         label = "_".join(axes)
-        if self._is_world(layout, axes, key):
+        if key == _WORLD_KEY:
             return self.acquire(key, label, lambda: self.world, owned=False)
         return self.acquire(key, label, lambda: _create_groups(layout.groups(*axes), label, key.options))
 
@@ -299,8 +293,16 @@ class Groups:
         def create() -> Any:
             if self.world_size == 1:
                 return self.world
-            members = [(rank,) for rank in range(self.world_size)]
-            return _create_groups(members, "self", self._world_options)
+            if get_bound_device() is not None:
+                members = [(rank,) for rank in range(self.world_size)]
+                return _create_groups(members, "self", self._world_options)
+            # Every rank creates its own group only. torch would otherwise create a group for each
+            # rank of the world on every rank.
+            timeout = self._world_options.timeout
+            description = "namedmesh:self"
+            return dist.new_group(
+                [self.rank], timeout, use_local_synchronization=True, group_desc=description
+            )
 
         return self.acquire(_SELF_KEY, "self", create, owned=self.world_size > 1)
 
@@ -341,36 +343,31 @@ class Groups:
         # Several axes may have the same key, such as axes of size 1. The first one names the group.
         self.acquired.setdefault(key, Communicator(label, ranks, ref(group), owned=False))
 
-    def get_checkpoint_group(self, layout: Layout) -> dist.ProcessGroup:
-        """Return the gloo group for checkpoints, over all ranks of a layout; create it if needed.
+    def get_gloo_group(
+        self, ranks: Sequence[int], use: str, shortest_timeout: timedelta = timedelta(0)
+    ) -> dist.ProcessGroup:
+        """Return a gloo group for one purpose, over ranks of the mesh; create it if needed.
 
-        No other code uses the group: a save in the background communicates at the same time as the
-        training step. Collective: every rank of the layout must call it.
+        No other code uses the group: it may communicate at the same time as the training step.
+        Collective: every rank of the group must call it.
 
         Args:
-            layout: the layout of the mesh, which may be over some ranks of the world only.
+            ranks: the global ranks.
+            use: the purpose, which is also the label of the group.
+            shortest_timeout: the timeout of the group, if the mesh has a shorter one.
         """
-        ranks = tuple(layout.ranks)
-        longest = max(CHECKPOINT_TIMEOUT, self.normalize(_NO_OPTIONS).timeout or CHECKPOINT_TIMEOUT)
-        options = self.normalize(GroupOptions(backend="gloo", timeout=longest))
-        label = "checkpoints"
-        key = GroupKey(ranks, options, label)
-        # A mesh may be over some ranks of the world only. The others do not save its model, and do
-        # not call.
-        some_ranks_only = len(ranks) < self.world_size
-
-        def create() -> Any:
-            return dist.new_group(
-                ranks,
-                options.timeout,
-                "gloo",
-                use_local_synchronization=some_ranks_only,
-                group_desc=f"namedmesh:{label}",
-            )
-
-        group = self.acquire(key, label, create)
-        self.acquired[key].created_by_all = not some_ranks_only
-        return group
+        timeout = max(shortest_timeout, self.normalize(_NO_OPTIONS).timeout or shortest_timeout)
+        key = GroupKey(tuple(ranks), self.normalize(GroupOptions(backend="gloo", timeout=timeout)), use)
+        # Ranks outside of the mesh, or of the pipeline, do not call.
+        create = partial(
+            dist.new_group,
+            ranks,
+            timeout,
+            "gloo",
+            use_local_synchronization=True,
+            group_desc=f"namedmesh:{use}",
+        )
+        return self.acquire(key, use, create)
 
     def release(self) -> None:
         """Release all groups of the mesh. They stay in the cache for the next mesh."""
@@ -411,23 +408,6 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         timeout: the timeout.
     """
     set_group_timeout(timeout, group)
-
-
-def destroy_unused_groups() -> None:
-    """Destroy the groups that namedmesh created and that no open mesh uses.
-
-    The group that was created last is destroyed first.
-
-    Collective: every rank of the world must call it.
-    """
-    unused = [key for key, cached in _group_cache.items() if cached.users < 1]
-    for key in reversed(unused):
-        cached = _group_cache.pop(key)
-        if cached.owned and cached.exists():
-            dist.destroy_process_group(cached.group)
-    if unused:
-        # DTensor's cache may refer to a group that was destroyed just now.
-        clear_dtensor_op_cache()
 
 
 def _create_groups(groups: Sequence[Sequence[int]], label: str, options: GroupOptions | None) -> Any:

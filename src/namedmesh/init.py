@@ -101,9 +101,6 @@ def init_mesh(
                     "options": dict(sorted(group_options.items())),
                     "defaults": defaults,
                     "device": mesh_device.type,
-                    # A default group that the user made, without set_device, puts all ranks on one
-                    # GPU.
-                    "GPU": launch.describe_gpu(mesh_device, backend or dist.get_backend_config()),
                     # Different releases may create groups in a different order.
                     "torch": torch.__version__,
                     "namedmesh": __version__,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from namedmesh._torch import get_bound_device, guesses_device
-from namedmesh.agreement import Distinct, agree_on, call_in_thread
+from namedmesh.agreement import agree_on, call_in_thread
 from namedmesh.coordinator import StoreCoordinator, set_default_coordinator
 from namedmesh.errors import LaunchError, OptionError, format_count
 from namedmesh.launchers import check_torchrun_variables, read_int, torchrun_variables, was_launched
@@ -24,12 +22,6 @@ __all__ = ["init"]
 
 # Time for torch's own error, which comes at the timeout.
 _CONNECTION_GRACE_PERIOD = timedelta(seconds=2)
-
-_SHARED_GPU_REMEDY = (
-    "NCCL needs one for each rank: start one process for each GPU and let the launcher set "
-    "LOCAL_RANK, or make a different GPU visible to each process, or use backend='gloo'; where the "
-    "default group exists already, call torch.cuda.set_device before CUDA is used"
-)
 
 
 def init(
@@ -68,7 +60,7 @@ def init(
         DistNetworkError: torch's, if rank 0 cannot host the store of the job, or does not answer.
         OptionError: the timeout is not a positive ``timedelta``, or torch does not know the device.
         AgreementError: the arguments differ between ranks, some ranks did not call within
-            ``timeout``, one of them failed, or several ranks would use one GPU with NCCL.
+            ``timeout``, or one of them failed.
 
     Example:
         >>> import torch.distributed as dist
@@ -103,7 +95,6 @@ def init(
                 "backend": chosen_backend,
                 "device": chosen_device.type,
                 "bind_device": bind_device,
-                "GPU": describe_gpu(chosen_device, chosen_backend),
             }
         )
         device_id = None
@@ -124,24 +115,6 @@ def init(
         )
     set_default_coordinator(coordinator)
     return chosen_device
-
-
-def describe_gpu(device: torch.device, backend: str) -> Distinct:
-    """Return the GPU of this process, which differs between all ranks if they use NCCL.
-
-    Args:
-        device: the device of this process.
-        backend: the backend of the groups, as ``init_process_group`` takes it.
-    """
-    gpu = ""
-    if "nccl" in backend.lower():
-        # torch may be built without this device, or the device has no UUID.
-        with suppress(AssertionError, AttributeError):
-            uuid = torch.get_device_module(device).get_device_properties(device).uuid
-            # The index would not do: it counts visible devices, and these may differ between two
-            # processes that share a GPU.
-            gpu = f"{uuid} of host {socket.gethostname()}"
-    return Distinct(gpu, _SHARED_GPU_REMEDY)
 
 
 def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) -> dist.Store:

@@ -11,18 +11,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import current
-from namedmesh._torch import add_default_group_finalizer, hide_redistribution_warnings
-from namedmesh.accessors import MeshAccessors
-from namedmesh.adopt import (
-    check_flattened_groups,
-    infer_layout_from_groups,
-    infer_layout_from_mesh,
-    split_groups,
+from namedmesh._torch import (
+    add_default_group_finalizer,
+    hide_redistribution_warnings,
+    release_groups_with_default_group,
 )
+from namedmesh.accessors import MeshAccessors
+from namedmesh.adopt import infer_layout_from_groups, infer_layout_from_mesh
 from namedmesh.agreement import agree_on
 from namedmesh.errors import LayoutError, MeshError, OptionError
 from namedmesh.explain import explain_group, explain_mesh, explain_rank, list_layouts
-from namedmesh.groups import Groups, destroy_unused_groups
+from namedmesh.groups import Groups
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions, check_options, find_options_by_axes
@@ -81,10 +80,10 @@ class NamedMesh(MeshAccessors):
         if self.global_rank != 0:
             hide_redistribution_warnings()
         if groups is None:
-            root = self._views.create_mesh(layout)
+            root = self._create_mesh(layout)
         else:
             self._register_external_groups(layout, groups)
-        self._views.add_root(ROOT_VIEW, root or self._views.build_mesh(layout))
+        self._add_root(ROOT_VIEW, root or self._build_mesh(layout))
         self._cache_memberships()
         try:
             current.register(self, self._groups)
@@ -136,13 +135,13 @@ class NamedMesh(MeshAccessors):
             LayoutError: the groups do not form a layout; all problems at once.
             MeshError: as for the class.
         """
-        by_axis, flattened = split_groups(groups)
+        layout, by_axes = infer_layout_from_groups(groups, dist.get_rank())
+        by_axis = {axes[0]: group for axes, group in by_axes.items() if len(axes) == 1}
         # torch has no mesh over these groups yet, so the constructor builds one.
-        layout = infer_layout_from_groups(by_axis, dist.get_rank())
-        flattened = check_flattened_groups(layout, flattened, dist.get_rank())
         mesh = cls(layout, default_group_device(device), {}, GroupOptions(), groups=by_axis)
-        for axes, group in flattened.items():
-            mesh._adopt_flattened_group(axes, group)
+        for axes, group in by_axes.items():
+            if len(axes) > 1:
+                mesh._adopt_flattened_group(axes, group)
         return mesh
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
@@ -163,7 +162,7 @@ class NamedMesh(MeshAccessors):
             raise LayoutError(
                 f"{layout} is not over the ranks of {self.layout}; adopt a mesh over the same ranks"
             )
-        self._views.check_view(name, layout, self.global_rank)
+        self._check_view(name, layout)
         self._add_view(name, layout, root, external=True)
 
     # Collective methods: every rank calls them, in the same order.
@@ -196,7 +195,7 @@ class NamedMesh(MeshAccessors):
         # before. Every rank then answers by itself.
         existing = self._find_flattened_name(axes)
         if existing is not None:
-            existing_options = self._groups.get_options(self._views.expand((existing,)))
+            existing_options = self._groups.get_options(self._expand((existing,)))
             if name not in (None, existing) or options not in (None, existing_options):
                 raise LayoutError(
                     f"{existing!r} exists already, with {existing_options!r}; omit name= and "
@@ -204,9 +203,9 @@ class NamedMesh(MeshAccessors):
                 )
             return self[existing]
         with self._agree_on("mesh.flatten") as compare:
-            view, ordered = self._views.find_view(axes)
+            view, ordered = self._find_view(axes)
             name = name or "_".join(ordered)
-            self._views.check_flattened_name(name, ordered)
+            self._check_flattened_name(name, ordered)
             options = self._groups.get_options(ordered) if options is None else options
             problems = check_options(options, "options")
             if problems:
@@ -214,9 +213,9 @@ class NamedMesh(MeshAccessors):
             compare({"axes": "-".join(ordered), "name": name, "options": options})
             # The request is the same on every rank from here on, so groups can be created.
             self._groups.options_by_axes[ordered] = options
-            group = self._views.flatten(view, ordered, name)
+            group = self._create_flattened_mesh(view, ordered, name)
             current.check_groups(self, {name: group})
-            self._views.flattened_axes[name] = ordered
+            self._flattened_axes[name] = ordered
             self._cache_memberships()
         return self[name]
 
@@ -248,24 +247,19 @@ class NamedMesh(MeshAccessors):
             new_axes = [axis for axis in layout if axis not in self]
             by_axes = find_options_by_axes(options or {}, new_axes)
             compare({"layout": repr(layout), "options": options or {}})
-            self._views.check_view(name, layout, self.global_rank)
+            self._check_view(name, layout)
             self._groups.options_by_axes |= by_axes
-            root = self._views.create_mesh(layout)
+            root = self._create_mesh(layout)
             self._add_view(name, layout, root)
             return root
 
-    def close(self, *, destroy_groups: bool = False) -> None:
+    def close(self) -> None:
         """Close this mesh. A second call does nothing.
 
         The groups are kept until the default group is destroyed. The next mesh over the same ranks
         reuses them: DTensor and compiled code refer to groups by name.
 
-        Every rank of the mesh should call it. With ``destroy_groups=True`` it is collective: every
-        rank must.
-
-        Args:
-            destroy_groups: destroy every group that namedmesh has created and that no open mesh
-                uses. That frees their memory, if no such mesh is made again.
+        Every rank of the mesh should call it. It does not communicate.
         """
         if self.closed:
             return
@@ -274,8 +268,6 @@ class NamedMesh(MeshAccessors):
         self._clear_cache()
         self._groups.release()
         current.unregister(self)
-        if destroy_groups:
-            destroy_unused_groups()
 
     # Other methods.
 
@@ -327,7 +319,7 @@ class NamedMesh(MeshAccessors):
     def _register_external_groups(self, layout: Layout, groups: Mapping[str, dist.ProcessGroup]) -> None:
         """Use existing groups, by axis, which namedmesh will not destroy."""
         for axis, group in groups.items():
-            key = self._groups.make_key(layout, (axis,), self._groups.get_options((axis,)))
+            key = self._groups.make_key(layout, (axis,))
             self._groups.register_external(key, axis, group)
 
     def _forget_groups(self) -> None:
@@ -339,11 +331,11 @@ class NamedMesh(MeshAccessors):
     def _adopt_flattened_group(self, axes: tuple[str, ...], group: dist.ProcessGroup) -> None:
         """Use an existing group over several axes, in layout order, as their flattened axis."""
         name = "_".join(axes)
-        key = self._groups.make_key(self.layout, axes, self._groups.get_options(axes))
+        key = self._groups.make_key(self.layout, axes)
         self._groups.register_external(key, name, group)
         # The group exists, so this does not communicate.
-        self._views.flatten(ROOT_VIEW, axes, name)
-        self._views.flattened_axes[name] = axes
+        self._create_flattened_mesh(ROOT_VIEW, axes, name)
+        self._flattened_axes[name] = axes
         self._cache_memberships()
 
     @contextmanager
@@ -362,6 +354,11 @@ class NamedMesh(MeshAccessors):
         with agree_on(call, groups.defaults.timeout) as compare:
             yield compare
 
+    def _add_root(self, view: str, root: DeviceMesh) -> None:
+        """Store the torch mesh of a view, and let its groups be freed with the default group."""
+        self._roots[view] = root
+        release_groups_with_default_group(root)
+
     def _add_view(self, name: str, layout: Layout, root: DeviceMesh, *, external: bool = False) -> None:
         """Add a view whose groups exist. Does not communicate.
 
@@ -376,15 +373,15 @@ class NamedMesh(MeshAccessors):
         current.check_groups(self, new_groups)
         if external:
             self._register_external_groups(layout, new_groups)
-        self._views.layouts[name] = layout
-        self._views.add_root(name, root)
+        self._layouts[name] = layout
+        self._add_root(name, root)
         self._cache_memberships()
 
     def _find_flattened_name(self, names: tuple[str, ...]) -> str | None:
         """Return the axis or flattened axis over exactly the given axes; None if there is none."""
-        axes = set(self._views.expand(names))
-        for name in (*self._axes, *self._views.flattened_axes):
-            if axes == set(self._views.expand((name,))):
+        axes = set(self._expand(names))
+        for name in (*self._axes, *self._flattened_axes):
+            if axes == set(self._expand((name,))):
                 return name
         return None
 
@@ -398,14 +395,14 @@ def current_mesh() -> NamedMesh:
         MeshError: no mesh is open, several are open and none is selected, or the selected one is
             closed.
     """
-    mesh: NamedMesh | None = current.selected_mesh()
+    mesh = current.selected_mesh()
     if mesh is not None:
         if mesh.closed:
             raise MeshError(
                 f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
             )
         return mesh
-    meshes: list[NamedMesh] = current.open_meshes()
+    meshes = current.open_meshes()
     if not meshes:
         raise MeshError("no mesh is open in this process; call namedmesh.init_mesh(...) first")
     if len(meshes) == 1:

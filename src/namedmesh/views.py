@@ -1,4 +1,4 @@
-"""The views of one mesh, its flattened axes, and the torch meshes over both."""
+"""The views of a mesh, its flattened axes, and the torch meshes over both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from namedmesh._torch import (
     disable_dispatch_modes,
     flatten_mesh,
     own_group_requests,
-    release_groups_with_default_group,
 )
 from namedmesh.axes import DATA_PARTS
 from namedmesh.errors import AxisError, LayoutError, format_items
@@ -27,53 +26,40 @@ ROOT_VIEW = "mesh"
 """The name of the view with which the mesh was made."""
 
 
-class Views:
-    """The views of a mesh by name, its flattened axes, and their torch meshes.
+class MeshViews:
+    """The part of :class:`namedmesh.NamedMesh` that finds axes by name, and makes torch meshes.
 
     A view is a layout of the ranks of the mesh: one factorization of their number. Views that have
     an axis of the same name have the same groups on it.
 
     Args:
         layout: the layout of the mesh, which is the first view.
+        device: the device of this rank.
         groups: the process groups of the mesh.
-        device_type: the device type of the torch meshes.
-
-    Attributes:
-        layouts: the layout of each view, in the order in which they were added.
-        flattened_axes: the axes of each flattened axis, by its name.
-        roots: the torch mesh of each view.
-        flattened_meshes: the torch mesh of each flattened axis.
     """
 
-    def __init__(self, layout: Layout, groups: Groups, device_type: str) -> None:
-        self.groups = groups
-        self.device_type = device_type
-        self.layouts = {ROOT_VIEW: layout}
-        self.flattened_axes: dict[str, tuple[str, ...]] = {}
-        self.roots: dict[str, DeviceMesh] = {}
-        self.flattened_meshes: dict[str, DeviceMesh] = {}
-
-    def add_root(self, view: str, root: DeviceMesh) -> None:
-        """Store the torch mesh of a view, and let its groups be freed with the default group.
-
-        Args:
-            view: the name of the view.
-            root: the torch mesh over all axes of the view.
-        """
-        self.roots[view] = root
-        release_groups_with_default_group(root)
+    def __init__(self, layout: Layout, device: torch.device, groups: Groups) -> None:
+        self.layout = layout
+        self.device = device
+        self._groups = groups
+        # The layout of each view, in the order in which they were added, and its torch mesh.
+        self._layouts = {ROOT_VIEW: layout}
+        self._roots: dict[str, DeviceMesh] = {}
+        # The axes of each flattened axis, and its torch mesh.
+        self._flattened_axes: dict[str, tuple[str, ...]] = {}
+        self._flattened_meshes: dict[str, DeviceMesh] = {}
 
     # Names.
 
-    def map_axes_to_views(self) -> dict[str, str]:
+    def _map_axes_to_views(self) -> dict[str, str]:
         """Return by axis the name of the first view that has it."""
         views: dict[str, str] = {}
-        for view, layout in self.layouts.items():
+        for view, layout in self._layouts.items():
             for axis in layout:
                 views.setdefault(axis, view)
         return views
 
-    def expand(self, names: Iterable[str]) -> tuple[str, ...]:
+    def _expand(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return names with each flattened axis replaced by the axes that it consists of.
 
         Args:
@@ -81,10 +67,10 @@ class Views:
         """
         axes: list[str] = []
         for name in names:
-            axes += self.flattened_axes.get(name, (name,))
+            axes += self._flattened_axes.get(name, (name,))
         return tuple(axes)
 
-    def find_view(self, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    def _find_view(self, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         """Find the first view that has all of some axes.
 
         Args:
@@ -96,12 +82,12 @@ class Views:
         Raises:
             AxisError: no axis is named, an axis does not exist, or no view has all of them.
         """
-        axes = self.expand(names)
-        views_by_axis = self.map_axes_to_views()
+        axes = self._expand(names)
+        views_by_axis = self._map_axes_to_views()
         if not axes:
             raise AxisError(f"no axis is named; name one or more of {tuple(views_by_axis)}")
         # The mesh's own layout comes first, so that views cannot change the meaning of its axes.
-        for view, layout in self.layouts.items():
+        for view, layout in self._layouts.items():
             if set(axes) <= set(layout):
                 return view, tuple(axis for axis in layout if axis in axes)
         unknown = [axis for axis in axes if axis not in views_by_axis]
@@ -117,22 +103,22 @@ class Views:
             "combine axes of one view only"
         )
 
-    def check_view(self, name: str, layout: Layout, rank: int) -> None:
+    def _check_view(self, name: str, layout: Layout) -> None:
         """Check that a new view does not contradict the others.
 
         Args:
             name: the name of the new view.
             layout: its layout.
-            rank: the global rank of this process.
 
         Raises:
             LayoutError: the name is taken, or an axis has other ranks than in the other views; all
                 problems.
         """
         problems = []
+        rank = self._groups.rank
         # An axis in two views has one group, so both views must put the same ranks on it.
-        for axis, view in self.map_axes_to_views().items():
-            existing = self.layouts[view]
+        for axis, view in self._map_axes_to_views().items():
+            existing = self._layouts[view]
             if axis in layout and make_partition_key(layout, axis) != make_partition_key(existing, axis):
                 problems.append(
                     f"axis {axis!r} has the ranks {format_items(layout.group(rank, axis))} in view "
@@ -140,26 +126,26 @@ class Views:
                     f"{existing}; views that share an axis must have the same ranks on it: change "
                     "sizes or their order, or give the axis another name"
                 )
-        if name in self.layouts:
+        if name in self._layouts:
             problems.append(f"the name {name!r} is taken by another view; choose another name")
         problems += [
             f"axis {axis!r} has the name of a flattened axis; choose another name"
             for axis in layout
-            if axis in self.flattened_axes
+            if axis in self._flattened_axes
         ]
         if problems:
             raise LayoutError(*problems)
 
-    def check_flattened_name(self, name: str, axes: tuple[str, ...]) -> None:
+    def _check_flattened_name(self, name: str, axes: tuple[str, ...]) -> None:
         """Raise a LayoutError if the name of a new flattened axis is taken.
 
         Args:
             name: the name.
             axes: the axes of the flattened axis.
         """
-        if name in self.map_axes_to_views():
+        if name in self._map_axes_to_views():
             raise LayoutError(f"the name {name!r} is taken by an axis; choose another with name=")
-        existing = self.flattened_axes.get(name, axes)
+        existing = self._flattened_axes.get(name, axes)
         if existing != axes:
             raise LayoutError(
                 f"the name {name!r} is taken by the flattened axes {format_axes(existing)}; choose "
@@ -168,25 +154,8 @@ class Views:
 
     # Groups and torch meshes.
 
-    def create_group(self, layout: Layout, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """Return this rank's group over some axes; create it if it does not exist.
-
-        The additional gloo group is created, too, if the options ask for it.
-
-        Collective: every rank of the world must call it.
-
-        Args:
-            layout: the layout of a view.
-            axes: axes of the layout, in its order.
-        """
-        options = self.groups.get_options(axes)
-        # The gloo group comes first on every rank: ranks must create groups in the same order.
-        if options.create_gloo_group:
-            self.groups.get_or_create(layout, axes, self.groups.make_gloo_options(options))
-        return self.groups.get_or_create(layout, axes, options)
-
     @disable_dispatch_modes
-    def create_mesh(self, layout: Layout) -> DeviceMesh:
+    def _create_mesh(self, layout: Layout) -> DeviceMesh:
         """Return the torch mesh over the axes of a layout; create the groups that do not exist.
 
         ``init_device_mesh`` creates the groups of several axes in one call, so it is used if all of
@@ -199,32 +168,30 @@ class Views:
             layout: the layout of a view.
         """
         root: DeviceMesh | None = None
-        large_axes = {axis: size for axis, size in layout.items() if size > 1}
         # torch creates one group for each axis it is given, also for an axis of size 1.
-        keys = {}
-        for axis in large_axes:
-            keys[axis] = self.groups.make_key(layout, (axis,), self.groups.get_options((axis,)))
-        overrides = self.groups.find_backend_overrides(keys)
+        large_axes = {axis: size for axis, size in layout.items() if size > 1}
+        keys = {axis: self._groups.make_key(layout, (axis,)) for axis in large_axes}
+        overrides = self._groups.find_backend_overrides(keys)
         if len(large_axes) > 1 and overrides is not None:
             with own_group_requests():
                 root = init_device_mesh(
-                    self.device_type,
+                    self.device.type,
                     tuple(large_axes.values()),
                     mesh_dim_names=tuple(large_axes),
                     backend_override=overrides or None,
                 )
             # The groups exist now. They enter the cache, from which the loop below finds them.
             for axis, key in keys.items():
-                self.groups.acquire(key, axis, partial(root.get_group, axis))
+                self._groups.acquire(key, axis, partial(root.get_group, axis))
         for axis in layout:
-            self.create_group(layout, (axis,))
+            self._groups.get_or_create(layout, (axis,))
         if root is not None and len(large_axes) == len(layout):
             return root
         # Axes of size 1 are missing in torch's mesh, or there is none.
-        return self.build_mesh(layout)
+        return self._build_mesh(layout)
 
     @disable_dispatch_modes
-    def build_mesh(self, layout: Layout) -> DeviceMesh:
+    def _build_mesh(self, layout: Layout) -> DeviceMesh:
         """Return the torch mesh over the axes of a layout, on groups that exist.
 
         Does not communicate.
@@ -234,14 +201,14 @@ class Views:
         """
         groups: Any = []
         for axis in layout:
-            groups.append(self.groups.get_existing(layout, (axis,), self.groups.get_options((axis,))))
+            groups.append(self._groups.get_existing(self._groups.make_key(layout, (axis,))))
         ranks = torch.arange(layout.ranks.start, layout.ranks.stop, dtype=torch.int, device="cpu")
         return DeviceMesh.from_group(
-            groups, self.device_type, mesh=ranks.reshape(layout.sizes), mesh_dim_names=layout.axes
+            groups, self.device.type, mesh=ranks.reshape(layout.sizes), mesh_dim_names=layout.axes
         )
 
     @disable_dispatch_modes
-    def flatten(self, view: str, axes: tuple[str, ...], name: str) -> dist.ProcessGroup:
+    def _create_flattened_mesh(self, view: str, axes: tuple[str, ...], name: str) -> dist.ProcessGroup:
         """Create the group over some axes, and register it in torch's mesh under a name.
 
         Other libraries look up flattened axes in torch's mesh by name.
@@ -255,12 +222,12 @@ class Views:
         Returns:
             The group of this rank.
         """
-        group = self.create_group(self.layouts[view], axes)
-        self.flattened_meshes[name] = flatten_mesh(self.roots[view], axes, name, group)
+        group = self._groups.get_or_create(self._layouts[view], axes)
+        self._flattened_meshes[name] = flatten_mesh(self._roots[view], axes, name, group)
         return group
 
     @disable_dispatch_modes
-    def slice(self, names: tuple[str, ...]) -> DeviceMesh:
+    def _make_slice(self, names: tuple[str, ...]) -> DeviceMesh:
         """Return the sub-mesh over axes and flattened axes. Does not communicate.
 
         Args:
@@ -270,24 +237,24 @@ class Views:
             AxisError: an axis does not exist or is named twice, or no view has all axes.
             LayoutError: the axes are not in the order of the view.
         """
-        view, axes = self.find_view(names)
-        root = self.roots[view]
+        view, axes = self._find_view(names)
+        root = self._roots[view]
         order = root.mesh_dim_names or ()
-        if len(axes) != len(self.expand(names)):
+        if len(axes) != len(self._expand(names)):
             raise AxisError(f"axes {names} are not a selection of {order}; name each axis once")
         # A flattened axis has the position of its first axis in the root.
-        ordered = tuple(sorted(names, key=lambda name: order.index(self.expand((name,))[0])))
+        ordered = tuple(sorted(names, key=lambda name: order.index(self._expand((name,))[0])))
         if ordered != names:
             raise LayoutError(
                 f"mesh[{quote_axes(names)}] is out of order; torch slices in the order of the "
                 f"mesh: mesh[{quote_axes(ordered)}]"
             )
-        if self.flattened_axes.keys().isdisjoint(names):
+        if self._flattened_axes.keys().isdisjoint(names):
             return root[names]
         # A slice of torch's mesh by the names of flattened axes warns; torch concatenates their
         # meshes.
         meshes = [
-            self.flattened_meshes[name] if name in self.flattened_axes else root[name] for name in names
+            self._flattened_meshes[name] if name in self._flattened_axes else root[name] for name in names
         ]
         return meshes[0] if len(meshes) == 1 else concatenate_meshes(meshes)
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from namedmesh._torch.groups import add_default_group_finalizer, c10d
+from namedmesh._torch.groups import add_default_group_finalizer
 from namedmesh._torch.releases import torch_is_at_least
-
-# torch gives these numbers to no thread. Meshes with different thread ids are not equal.
-_unused_thread_ids = itertools.count(-1, -1)
 
 
 def flatten_mesh(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
@@ -84,37 +77,3 @@ def release_groups_with_default_group(mesh: DeviceMesh) -> None:
             living_mesh._pg_registry.clear()
 
     add_default_group_finalizer(release)
-
-
-def clear_dtensor_op_cache() -> None:
-    """Make cached DTensor operations on destroyed groups unreachable in every thread.
-
-    DTensor caches the result layout of each operation, with the mesh that it saw first. Equal
-    meshes share the entry. A mesh that is made again would thus get the names of the groups of its
-    predecessor.
-
-    ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` clears the caches of this thread
-    too, but takes seconds to import.
-    """
-    if "torch.distributed.tensor" not in sys.modules:
-        # Nobody has used DTensor, so nothing is cached.
-        return
-    from torch.distributed.tensor import DTensor
-
-    # One cache is in Python, the other one in C++.
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    # The caches of other threads, such as autograd's threads of the GPUs, are out of reach. Their
-    # entries are not found again if no new mesh is equal to a mesh of destroyed groups.
-    existing = set(c10d._world.pg_names.values())
-    for mesh in gc.get_objects():
-        if type(mesh) is not DeviceMesh:
-            continue
-        # A mesh that describes ranks only has no groups, and lacks this attribute.
-        if not existing.issuperset(getattr(mesh, "_dim_group_names", ())):
-            mesh._thread_id = next(_unused_thread_ids)
-            mesh._hash = None
-            # A mesh that a model still holds would keep the memory of the destroyed groups.
-            for name in set(mesh._pg_registry) - existing:
-                del mesh._pg_registry[name]

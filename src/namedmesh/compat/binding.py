@@ -137,7 +137,7 @@ class Binding:
             values = self.state.fill(mesh, initialize)
         except BaseException:
             # The mesh is known to this call alone.
-            mesh.close(destroy_groups=True)
+            mesh.close()
             raise
         problem = self._find_difference(mesh, values)
         if problem:
@@ -198,7 +198,7 @@ def _make_mesh(request: MeshRequest) -> NamedMesh:
                 options.pop(axis, None)
             mesh.add_view("expert", options=options, **request.expert_sizes)
     except BaseException:
-        mesh.close(destroy_groups=True)
+        mesh.close()
         raise
     return mesh
 

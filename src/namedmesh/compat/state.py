@@ -144,7 +144,7 @@ class State:
         self.owned = None
         self._write({})
         if owned is not None:
-            owned.close(destroy_groups=True)
+            owned.close()
 
     def update_shown(self, closed: NamedMesh | None = None) -> None:
         """Set the variables for the mesh that is selected or bound now, and store the old values.

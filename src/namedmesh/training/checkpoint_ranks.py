@@ -32,6 +32,8 @@ from namedmesh.options import GroupOptions
 from namedmesh.training.checkpoint_metadata import CorruptedError
 
 # The words of gloo about a rank that has ended, or that does not answer.
+# Writes take longer than collectives.
+_SHORTEST_TIMEOUT = timedelta(minutes=30)
 _LOST_RANK = re.compile("[Cc]onnect|[Tt]imed out|peer|[Ss]ocket|Broken pipe")
 
 
@@ -108,10 +110,10 @@ class CheckpointRanks:
         if is_whole_world and mesh not in cls._meshes:
             with agree_on_call(mesh, call) as compare:
                 compare({"layout": repr(mesh.layout)})
-                group = groups.get_checkpoint_group(mesh.layout)
+                group = groups.get_gloo_group(mesh.ranks(), "checkpoints", _SHORTEST_TIMEOUT)
             cls._meshes.add(mesh)
         else:
-            group = groups.get_checkpoint_group(mesh.layout)
+            group = groups.get_gloo_group(mesh.ranks(), "checkpoints", _SHORTEST_TIMEOUT)
         ranks = cls._instances.setdefault(group, cls(group))
         ranks.timeout = groups.normalize(GroupOptions()).timeout or ranks.timeout
         return ranks

@@ -19,9 +19,8 @@ from namedmesh._torch import reshards_after_forward, tree_leaves, tree_map
 from namedmesh._torch.pipelines import MicrobatchStage, set_schedule_loss
 from namedmesh.arguments import named_mesh
 from namedmesh.errors import ShapeError, TrainingError
-from namedmesh.groups import GroupKey, get_backends
+from namedmesh.groups import get_backends
 from namedmesh.mesh import NamedMesh
-from namedmesh.options import GroupOptions
 from namedmesh.training.loss import sum_losses
 from namedmesh.training.stages import SPLIT_BACKWARD_SCHEDULES, find_schedule_class, stage_indices
 
@@ -314,13 +313,4 @@ def _get_cpu_group(mesh: NamedMesh) -> dist.ProcessGroup:
     group = mesh.group("pp")
     if "cpu" in get_backends(group):
         return group
-    groups = get_groups(mesh)
-    options = groups.normalize(GroupOptions(backend="gloo"))
-    key = GroupKey(mesh.ranks("pp"), options, "pipelines")
-    create = partial(
-        dist.new_group, mesh.ranks("pp"), options.timeout, "gloo", use_local_synchronization=True
-    )
-    cpu_group = groups.acquire(key, "pipelines", create)
-    # The ranks of other pipelines have not created this group.
-    groups.acquired[key].created_by_all = False
-    return cpu_group
+    return get_groups(mesh).get_gloo_group(mesh.ranks("pp"), "pipelines")
