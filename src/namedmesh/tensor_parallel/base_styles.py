@@ -55,7 +55,7 @@ class Style(ParallelStyle):
         """The name of the style in messages."""
         return type(self).__name__
 
-    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  for subclasses
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return the placement that the style gives to parameters, by name.
 
         Other parameters stay as they are.
@@ -66,7 +66,7 @@ class Style(ParallelStyle):
         """
         return {}
 
-    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  for subclasses
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return the reasons why the style cannot be applied to a module (empty if it can).
 
         Args:
@@ -96,7 +96,7 @@ class TorchStyle(Style):
         """The name of torch's style."""
         return type(self.style).__name__
 
-    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for other styles
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return the placements of a layer style or ``SequenceParallel``; empty for other styles.
 
         Args:
@@ -109,7 +109,7 @@ class TorchStyle(Style):
             return dict.fromkeys(dict(module.named_parameters(remove_duplicate=False)), Replicate())
         return {}
 
-    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return the reason why a layer style does not fit a module (empty if it does).
 
         Args:

@@ -146,7 +146,7 @@ class ExpertParallel(Style):
         self.gradient_scale = mesh.size("edp") / averaged_size
         self.replica_groups = [Group.of(mesh.group("edp"))]
 
-    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for the other styles
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return the placement of each parameter that the module itself owns: ``Shard(0)``.
 
         Args:

@@ -45,7 +45,7 @@ class LocalParameters(Style):
         super().__init__()
         self.placements = placements
 
-    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for the other styles
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return the placement of each parameter that the module itself owns.
 
         Args:
@@ -152,7 +152,7 @@ class NoParallel(Style):
     mixture of experts. It makes no DTensors and does not communicate.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  its signature
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return module
 
 
@@ -209,7 +209,7 @@ class AllReduceOutputGradient(Style):
         super().__init__()
         self.features = features
 
-    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return the reasons why this style cannot be applied to a module (empty if it can).
 
         Args:

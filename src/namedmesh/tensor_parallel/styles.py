@@ -102,7 +102,7 @@ class _LayerStyle(Style):
             messages.append(f"{got}; choose one that divides them")
         return messages
 
-    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  subclasses use it
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return the placement of each parameter of a module, by name.
 
         Args:
@@ -287,7 +287,7 @@ class SharedInput(Style):
         self.input_layouts = input_layouts or Replicate()
         self.reshard_after_forward = reshard_after_forward
 
-    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return the reasons why this style cannot be applied to a module (empty if it can).
 
         Args:

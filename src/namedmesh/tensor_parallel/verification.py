@@ -20,7 +20,6 @@ from namedmesh._torch import all_gather_object, tree_leaves, tree_map
 from namedmesh.arguments import AxisMesh, one_axis
 from namedmesh.errors import NamedMeshError, PlanError, format_count, format_items, get_first_line
 from namedmesh.sharding import to_full
-from namedmesh.tensor_parallel.collectives import Group, all_gather
 from namedmesh.tensor_parallel.plan import parallelize
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
 from namedmesh.tensor_parallel.plan_entries import Plan, PlanEntry
@@ -274,7 +273,12 @@ def _find_sharded_dim(local: Tensor, full: Tensor, num_ranks: int) -> int | None
 
 def _gather_shards(tensor: Tensor, dim: int | None, mesh: DeviceMesh) -> Tensor:
     """Return the shards of all ranks joined along a dim; the tensor itself without a dim."""
-    return tensor if dim is None else all_gather(tensor, Group.of(mesh), dim)
+    if dim is None:
+        return tensor
+    tensor = tensor.contiguous()
+    shards = [torch.empty_like(tensor) for _ in range(mesh.size())]
+    dist.all_gather(shards, tensor, mesh.get_group())
+    return torch.cat(shards, dim)
 
 
 def _find_first_wrong(
