@@ -186,15 +186,16 @@ def raise_differences(
     """
     united = set(problems)
     device = comparisons[0].device
+    largest = torch.full((1,), float(bool(united)), dtype=torch.float64, device=device)
     keys_of_comparisons = _agree_on_keys(comparisons)
     differences = []
-    largest = torch.full((1,), float(bool(united)), dtype=torch.float64, device=device)
+    all_groups = []
     for comparison, keys in zip(comparisons, keys_of_comparisons, strict=True):
+        all_groups.append(comparison.group)
         differences.append(_compute_differences(comparison, keys))
         largest = torch.cat([largest, differences[-1].to(largest)]).amax(0, keepdim=True)
     # By ranks, as several meshes may have the same group.
-    all_groups = [*(comparison.group for comparison in comparisons), *groups]
-    unique = {frozenset(dist.get_process_group_ranks(group)): group for group in all_groups}
+    unique = {frozenset(dist.get_process_group_ranks(group)): group for group in (*all_groups, *groups)}
     for group in unique.values():
         all_reduce_max(largest, group)
     if largest.tolist() == [0.0]:

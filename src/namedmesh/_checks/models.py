@@ -222,7 +222,10 @@ class ModelCheck:
             names[kind][name] = difference
         size = len(self.ranks)
         ranks = f"the {size} ranks of {self.axis}"
-        problems = [(0, _format_different_inputs(name, size, self.axis)) for name in names["input"]]
+        problems = []
+        if names["input"]:
+            name = min(names["input"])
+            problems.append((0, _format_different_inputs(name, size, self.axis)))
         if names["gathered"]:
             message = (
                 f"{format_items(sorted(names['gathered']))}: the output is all-gathered over "

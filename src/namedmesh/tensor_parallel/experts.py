@@ -163,7 +163,9 @@ class ExpertParallel(Style):
             module: the module.
             tp_size: the number of ranks along ``ep``.
         """
-        shapes = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
+        shapes = {}
+        for name, param in module.named_parameters(recurse=False):
+            shapes[name] = tuple(param.shape)
         # The first dim of all parameters must be the same number of experts; scalars have none.
         numbers = {shape[:1] for shape in shapes.values()}
         if len(numbers) != 1 or () in numbers:
