@@ -48,7 +48,8 @@ _calls: weakref.WeakKeyDictionary[NamedMesh, int] = weakref.WeakKeyDictionary()
 def compare_replicas(params: Sequence[Tensor], mesh: NamedMesh, ties: Mapping[int, str]) -> None:
     """Compare replicated weights and gradients over each axis of a mesh.
 
-    It returns at once on calls that are not due: others than 1, 2, 4 and so on up to 1024. It compares the models of the parameters first, whose messages have names.
+    It returns at once on calls that are not due: others than 1, 2, 4 and so on up to 1024. It also
+    compares the models of the parameters. Their messages have names, and take precedence.
 
     Collective: every rank of the mesh must call it.
 
