@@ -135,7 +135,7 @@ class Comparison(NamedTuple):
         group: the ranks.
         device: the device on which the group communicates.
         describe: returns the problems, each with a priority, from the differences by kind and name.
-            Only those of the lowest priority are raised: different inputs explain different
+            Only the problems of the lowest priority are raised: different inputs explain different
             gradients.
     """
 

@@ -102,7 +102,7 @@ def _list_comparisons(
     for positions in group_by_layout(dict(enumerate(params))).values():
         for axis in find_replicated_axes(params[positions[0]], mesh):
             positions_by_axis[axis].extend(positions)
-    # The axes of views, such as those of experts, come last. The order is the same on every rank.
+    # The axes of views, such as the view of experts, come last. The order is the same on every rank.
     comparisons = []
     for axis in dict.fromkeys([*mesh.layout, *sorted(positions_by_axis)]):
         # A rank may have more parameters than others, such as the bias of a sharded layer.

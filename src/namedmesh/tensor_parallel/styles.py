@@ -316,7 +316,7 @@ def _share_input(  # noqa: PLR0917  a hook's
         if isinstance(x, DTensor):
             if x.placements == REPLICATED:
                 return x
-            # Shards of different sizes, and those of another dim, are gathered by DTensor.
+            # DTensor gathers shards of different sizes, and shards of another dim.
             if x.placements != (style.input_layouts,) or x.shape[dim] % group.size:
                 return x.redistribute(placements=REPLICATED)
             x = x.to_local()

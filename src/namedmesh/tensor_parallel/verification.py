@@ -295,7 +295,7 @@ def _find_first_wrong(
         value = _gather_shards(local, _find_sharded_dim(local, full, mesh.size()), mesh)
         is_wrong = value.shape == full.shape and _describe_difference(value, full, tolerance, 0.0) != ""
         reports = all_gather_object(mesh.get_group(), (is_wrong, digest(value)))
-        # The heads of a KeyValueParallel are in another order than those of the model.
+        # The heads of a KeyValueParallel are not in the order of the model.
         has_own_order = getattr(modules.get(name), "rows", None) is not None
         if any(wrong for wrong, _ in reports) and len(set(reports)) == 1 and not has_own_order:
             return f"{name or 'the model'} ({type(modules[name]).__name__})"
