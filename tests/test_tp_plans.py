@@ -30,6 +30,7 @@ from namedmesh.tensor_parallel import (
     LocalParameters,
     RowwiseParallel,
     SharedInput,
+    Style,
     parallelize,
     plan_report,
     split_linear,
@@ -597,3 +598,56 @@ def test_a_parametrization_after_parallelize_raises_with_its_remedy() -> None:
             assert (
                 "remove that (remove_parametrizations, remove_weight_norm), or leave the module out" in error
             )
+
+
+# --- styles of a user ---------------------------------------------------------------------------
+
+
+class NeedsScale(Style):
+    """A style that shards a scale, and states what the plan can know of it."""
+
+    sums_ranks = True
+
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Any]:  # noqa: ARG002  its signature
+        return {"scale": Shard(0)}
+
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  its signature
+        return [] if hasattr(module, "scale") else ["has no scale; leave it out"]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return LocalParameters({"scale": Shard(0)})._apply(module, device_mesh)
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int, *, biased: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        if biased:
+            self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_a_style_of_a_user_states_what_a_plan_can_check() -> None:
+    assert get_plan_error(nn.Identity(), NeedsScale()) == "the model: has no scale; leave it out"
+    assert get_plan_error(Scaled(3), NeedsScale()) == (
+        "the model: dim 0 of scale 3 is not divisible by the tp size 2; pad it to 4"
+    )
+    assert "NeedsScale sums the output over the ranks, where bias would count" in get_plan_error(
+        Scaled(4, biased=True), NeedsScale()
+    )
+    assert "(model)  NeedsScale  scale      Shard(0)   4       2" in plan_report(Scaled(4), 2, NeedsScale())
+    with fake_world(2):
+        model: Any = parallelize(Scaled(4), make_tp_mesh(), NeedsScale())
+        assert isinstance(model.scale, DTensor)
+
+
+def test_the_base_class_has_every_member_that_parallelize_asks_for() -> None:
+    """A misspelled member in the sources is an AttributeError, because there is always a default."""
+    members = {name for name in dir(Style) if not name.startswith("_")}
+    members -= {name for name in dir(ParallelStyle) if not name.startswith("_")}
+    assert members == {
+        *("name", "layout", "problems", "heads", "fused"),
+        *("sums_ranks", "takes_distributed", "ranks_have_own_data"),
+    }

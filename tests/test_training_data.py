@@ -236,7 +236,6 @@ def test_arrays_and_tensors_of_every_kind_have_digests() -> None:
     assert digest(np.array(["a", "b"])) != digest(np.array(["a", "c"]))
     days = np.array(["2020-01-01", "2020-01-02"], "datetime64[D]")
     assert digest(days[:1]) != digest(days[1:])
-    assert digest(image) == digest(image.astype(">i8"))
     record = np.dtype([("id", "i4")])
     assert digest(np.zeros(2, record)) != digest(np.ones(2, record))
     rows = [torch.ones(2), torch.ones(3)]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from namedmesh.command_line import dotted_name, float_between
 from namedmesh.errors import NamedMeshError, PlanError, UsageError, did_you_mean
@@ -37,53 +35,13 @@ def _split_name(text: str) -> tuple[str, str]:
 
 
 def _run(arguments: Namespace) -> tuple[int, str]:
-    """Run ``verify`` on all ranks; return the exit status, and on rank 0 the report."""
-    model, plan, inputs = _call_function(arguments)
-    positional_inputs: tuple[Any, ...] = ()
-    named_inputs: dict[str, Any] = {}
-    if isinstance(inputs, dict):
-        named_inputs = inputs
-    else:
-        positional_inputs = inputs
-    # The imports take seconds, so a wrong argument is reported before them.
-    import torch.distributed as dist
-
-    import namedmesh
-    from namedmesh.tensor_parallel import verify
-
-    with namedmesh.init_mesh(tp=-1) as mesh:
-        report = verify(
-            model, mesh["tp"], plan, *positional_inputs, tolerance=arguments.tolerance, **named_inputs
-        )
-    # The report is the same on every rank.
-    text = ""
-    if dist.get_rank() == 0:
-        text = f"{report.format() if arguments.all else report}\n"
-    dist.destroy_process_group()
-    return 0 if report.passed else EXIT_MISMATCH, text
-
-
-def _call_function(arguments: Namespace) -> tuple[Any, Any, Any]:
-    """Return the model, the plan and the inputs from the function that the user has named.
+    """Run ``verify`` on all ranks; return the exit status, and on rank 0 the report.
 
     Raises:
         UsageError: the module or the function does not exist.
         PlanError: the function returned something else.
     """
-    name = ":".join(arguments.function)
-    returned = _find_function(*arguments.function)()
-    if isinstance(returned, tuple) and len(returned) == 3:  # noqa: PLR2004
-        model, plan, inputs = returned
-        if isinstance(inputs, tuple | dict):
-            return model, plan, inputs
-    raise PlanError(
-        f"{name} returned a {type(returned).__name__}; return three values: the model, "
-        "its plan and a tuple of inputs, or a dict of inputs by name"
-    )
-
-
-def _find_function(module_name: str, name: str) -> Callable[[], Any]:
-    """Import the user's module, and return the function in it."""
+    module_name, name = arguments.function
     # Under ``python -m namedmesh`` this is the first entry already, but not under ``namedmesh``.
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -92,14 +50,34 @@ def _find_function(module_name: str, name: str) -> Callable[[], Any]:
         # An import in the user's module that fails is a fault of that module.
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise UsageError(
-            f"module {module_name!r} does not exist here; give the name by which it is imported, "
-            "such as package.module"
-        ) from None
+        raise UsageError(f"module {module_name!r} does not exist here; give its full name") from None
     function = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"module {module_name!r} has no function {name!r}{did_you_mean(name, vars(module))}")
-    return function  # type: ignore[no-any-return]  # the user's
+    returned = function()
+    is_triple = isinstance(returned, tuple) and len(returned) == 3  # noqa: PLR2004
+    if not is_triple or not isinstance(returned[2], tuple | dict):
+        raise PlanError(
+            f"{module_name}:{name} returned a {type(returned).__name__}; return three values: the "
+            "model, its plan and a tuple of inputs, or a dict of inputs by name"
+        )
+    model, plan, inputs = returned
+    named = inputs if isinstance(inputs, dict) else {}
+    positional = () if named else inputs
+    # The imports take seconds, so a wrong argument is reported before them.
+    import torch.distributed as dist
+
+    import namedmesh
+    from namedmesh.tensor_parallel import verify
+
+    with namedmesh.init_mesh(tp=-1) as mesh:
+        report = verify(model, mesh["tp"], plan, *positional, tolerance=arguments.tolerance, **named)
+    # The report is the same on every rank.
+    text = ""
+    if dist.get_rank() == 0:
+        text = f"{report.format() if arguments.all else report}\n"
+    dist.destroy_process_group()
+    return 0 if report.passed else EXIT_MISMATCH, text
 
 
 _SUMMARY = "under torchrun: compare a model under a tensor-parallel plan with one process"

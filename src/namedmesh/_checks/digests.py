@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import sys
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -18,11 +17,11 @@ from namedmesh.sharding import to_local
 def digest(value: object) -> int:
     """Return a hash of the contents of a value, never 0.
 
-    The order of dicts does not matter. NumPy's numbers and arrays have the hash of equal tensors.
+    The order of dicts does not matter.
 
     Args:
-        value: tensors (of a DTensor, the local tensor), NumPy arrays, and any objects in dicts,
-            lists, tuples and sets. Objects are hashed by the state that pickle would write;
+        value: tensors (of a DTensor, the local tensor), and any objects in dicts, lists, tuples and
+            sets. Objects, such as NumPy arrays, are hashed by the state that pickle would write;
             functions and classes by name; iterators and open files by type alone.
 
     Example:
@@ -43,9 +42,6 @@ def _update_hash(hasher: Any, value: Any, enclosing: tuple[int, ...] = ()) -> No
         value: the value.
         enclosing: the ids of the objects that contain the value, from the outermost inwards.
     """
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
-        value = _convert_from_numpy(value)
     if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
         # Sparse and nested tensors consist of several plain ones.
         _update_hash(hasher, _get_pickled_state(value), (*enclosing, id(value)))
@@ -53,7 +49,9 @@ def _update_hash(hasher: Any, value: Any, enclosing: tuple[int, ...] = ()) -> No
         flat = to_local(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
         hasher.update(repr((flat.dtype, tuple(flat.shape))).encode())
         hasher.update(ctypes.string_at(flat.data_ptr(), flat.nbytes))
-    elif isinstance(value, str | bytes | int | float | complex | None):
+    elif isinstance(value, bytes):  # such as the elements of a NumPy array
+        hasher.update(b"\0" + value)
+    elif isinstance(value, str | int | float | complex | None):
         hasher.update(b"\0" + repr(value).encode())
     elif isinstance(value, Mapping):
         # Ranks may fill a dict in any order.
@@ -69,14 +67,6 @@ def _update_hash(hasher: Any, value: Any, enclosing: tuple[int, ...] = ()) -> No
         hasher.update(b"^%d" % enclosing.index(id(value)))
     else:
         _update_hash(hasher, _get_pickled_state(value), (*enclosing, id(value)))
-
-
-def _convert_from_numpy(value: Any) -> Any:
-    """Convert an array of numbers to a tensor, and other NumPy objects to Python's."""
-    if value.ndim == 0 or value.dtype.kind not in "biufc":  # such as strings, dates and records
-        return value.tolist()
-    # torch takes neither negative strides, as of flipped images, nor another order of bytes.
-    return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
 
 
 def _get_pickled_state(value: Any) -> object:

@@ -9,15 +9,16 @@ its block.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from namedmesh._torch import all_gather_object, wait_if_async
+from namedmesh.errors import GradientError, print_in_one_line
 from namedmesh.sharding import to_local
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one.
@@ -33,6 +34,12 @@ _CHUNK = 1 << 22
 _BATCH = 1 << 18
 # Takes the place of values that are not finite: on every rank the same, and far from all others.
 _NOT_FINITE = 1e30
+
+
+Differences: TypeAlias = "dict[tuple[str, str], float]"
+"""By kind and name of the entries that differ: the relative difference."""
+Problem: TypeAlias = "tuple[int, str]"
+"""A priority and a message. Only the problems of the lowest priority are raised."""
 
 
 class Tolerance(NamedTuple):
@@ -58,15 +65,22 @@ _HALF_PRECISION = Tolerance(1e-2, 1e-3)
 LENIENT = Tolerance(1e-2, 1e-6)
 
 
-def find_tolerance(dtype: torch.dtype) -> Tolerance:
-    """Return the tolerance for gradients that were computed in a dtype.
+def find_tolerance(*dtypes: torch.dtype) -> Tolerance:
+    """Return the tolerance for gradients: the largest of several dtypes.
+
+    Autocast and FSDP2's mixed precision compute gradients in half precision, whatever dtype the
+    gradients have.
 
     Args:
-        dtype: the dtype.
+        *dtypes: the dtype of the gradients, and the dtypes in which layers have computed.
     """
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return _TOLERANCES[torch.float64]  # Fingerprints of integers are computed in float64.
-    return _TOLERANCES.get(dtype.to_real(), _HALF_PRECISION)
+    tolerances = []
+    for dtype in dtypes:
+        # Fingerprints of integers are computed in float64.
+        is_integer = not dtype.is_floating_point and not dtype.is_complex
+        real = torch.float64 if is_integer else dtype.to_real()
+        tolerances.append(_TOLERANCES.get(real, _HALF_PRECISION))
+    return max(tolerances)
 
 
 def is_due(step: int) -> bool:
@@ -109,9 +123,29 @@ def is_comparable(tensor: Tensor | None) -> bool:
     return is_plain and not local.is_meta and not local.is_quantized
 
 
-def find_differences(
-    entries: Sequence[Entry], group: dist.ProcessGroup, device: torch.device
-) -> dict[tuple[str, str], float]:
+_Key: TypeAlias = "tuple[str, str, int, Tolerance]"
+"""The kind, name, number of blocks and tolerance of an entry."""
+
+
+class Comparison(NamedTuple):
+    """A comparison of entries between the ranks of a group.
+
+    Attributes:
+        entries: the entries of this rank. It may lack some, and may have several with one name.
+        group: the ranks.
+        device: the device on which the group communicates.
+        describe: returns the problems, each with a priority, from the differences by kind and name.
+            Only the problems of the lowest priority are raised: different inputs explain different
+            gradients.
+    """
+
+    entries: Sequence[Entry]
+    group: dist.ProcessGroup
+    device: torch.device
+    describe: Callable[[Differences], list[Problem]]
+
+
+def find_differences(entries: Sequence[Entry], group: dist.ProcessGroup, device: torch.device) -> Differences:
     """Compare entries between the ranks of a group.
 
     A rank may lack some of the entries, and may have several with one name.
@@ -128,9 +162,96 @@ def find_differences(
         The same on every rank. By kind and name of the entries that differ: the largest difference
             of a block relative to its norm.
     """
-    keys = _agree_on_keys(entries, group, device)
+    comparison = Comparison(entries, group, device, lambda _: [])
+    (keys,) = _agree_on_keys([comparison])
+    return _read_differences(keys, _compute_differences(comparison, keys))
+
+
+def raise_differences(
+    comparisons: Sequence[Comparison], groups: Sequence[dist.ProcessGroup], problems: Iterable[Problem]
+) -> None:
+    """Compare entries between ranks, and raise the differences on every rank.
+
+    The host reads two values, whatever the number of comparisons, if there is no problem.
+
+    Collective: every rank of the groups must call it, with the same comparisons in the same order.
+
+    Args:
+        comparisons: the comparisons, at least one.
+        groups: further groups. Their ranks raise together with the ranks of the comparisons.
+        problems: the problems that this rank has found already.
+
+    Raises:
+        GradientError: on every rank, with the problems of all ranks.
+    """
+    united = set(problems)
+    device = comparisons[0].device
+    largest = torch.full((1,), float(bool(united)), dtype=torch.float64, device=device)
+    keys_of_comparisons = _agree_on_keys(comparisons)
+    differences = []
+    all_groups = []
+    for comparison, keys in zip(comparisons, keys_of_comparisons, strict=True):
+        all_groups.append(comparison.group)
+        differences.append(_compute_differences(comparison, keys))
+        largest = torch.cat([largest, differences[-1].to(largest)]).amax(0, keepdim=True)
+    # By ranks, as several meshes may have the same group.
+    unique = {frozenset(dist.get_process_group_ranks(group)): group for group in (*all_groups, *groups)}
+    for group in unique.values():
+        all_reduce_max(largest, group)
+    if largest.tolist() == [0.0]:
+        return
+    for comparison, keys, difference in zip(comparisons, keys_of_comparisons, differences, strict=True):
+        united.update(comparison.describe(_read_differences(keys, difference)))
+    for group in unique.values():
+        united.update(*all_gather_object(group, united))
+    first = min(priority for priority, _ in united)
+    error = GradientError(*sorted(message for priority, message in united if priority == first))
+    printing_rank = min(frozenset.union(*unique))
+    if dist.get_rank() != printing_rank:
+        print_in_one_line(error, dist.get_rank(), printing_rank=printing_rank)
+    raise error
+
+
+def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Replace the values of a tensor by the largest over the ranks of a group.
+
+    Collective: every rank of the group must call it.
+
+    Args:
+        tensor: the tensor, on the device on which the group communicates.
+        group: the ranks.
+    """
+    if group.size() > 1:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+
+
+def _agree_on_keys(comparisons: Sequence[Comparison]) -> list[list[_Key]]:
+    """Return for each comparison the keys of the entries of all ranks."""
+    keys_of_comparisons: list[list[_Key]] = []
+    hashes = []
+    for entries, group, device, _ in comparisons:
+        keys: dict[_Key, None] = {}
+        for entry in entries:
+            length = _find_block_length(entry.numel)
+            keys[entry.kind, entry.name, -(-entry.numel // length), entry.tolerance] = None
+        keys_of_comparisons.append(list(keys))
+        # Usually all ranks have the same entries, and need not send their names.
+        key_hash = zlib.crc32(repr(keys).encode())
+        hashes.append(torch.tensor([key_hash, -key_hash], dtype=torch.float64, device=device))
+        all_reduce_max(hashes[-1], group)
+    for index, (highest, negative_lowest) in enumerate(torch.stack(hashes).tolist()):
+        if highest != -negative_lowest:
+            united: set[_Key] = set()
+            united.update(*all_gather_object(comparisons[index].group, keys_of_comparisons[index]))
+            keys_of_comparisons[index] = sorted(united)
+    return keys_of_comparisons
+
+
+def _compute_differences(comparison: Comparison, keys: Sequence[_Key]) -> Tensor:
+    """Return for each key the largest relative difference of a block; 0 within the tolerance."""
+    entries, group, device, _ = comparison
     if not keys:
-        return {}
+        return torch.zeros(0, device=device)
     blocks: dict[tuple[str, str], range] = {}
     entry_of_block: list[int] = []
     for index, (kind, name, count, _) in enumerate(keys):
@@ -149,47 +270,13 @@ def find_differences(
         rows = torch.tensor(positions, device=device).view(1, -1, 1).expand(2, -1, 2)
         extremes.scatter_reduce_(1, rows, torch.stack([values, -values]), "amax")
     all_reduce_max(extremes, group)
-    far = _find_far_blocks(extremes[0], -extremes[1], keys, torch.tensor(entry_of_block, device=device))
-    differences = {}
-    for (kind, name, _, _), difference in zip(keys, far.tolist(), strict=True):
-        if difference:
-            differences[kind, name] = difference
-    return differences
+    return _find_far_blocks(extremes[0], -extremes[1], keys, torch.tensor(entry_of_block, device=device))
 
 
-def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace the values of a tensor by the largest over the ranks of a group.
-
-    Collective: every rank of the group must call it.
-
-    Args:
-        tensor: the tensor, on the device on which the group communicates.
-        group: the ranks.
-    """
-    if group.size() > 1:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
-
-
-_Key = tuple[str, str, int, Tolerance]
-
-
-def _agree_on_keys(entries: Sequence[Entry], group: dist.ProcessGroup, device: torch.device) -> list[_Key]:
-    """Return the kind, name, number of blocks and tolerance of the entries of all ranks."""
-    keys: dict[_Key, None] = {}
-    for entry in entries:
-        length = _find_block_length(entry.numel)
-        keys[entry.kind, entry.name, -(-entry.numel // length), entry.tolerance] = None
-    # Usually all ranks have the same entries, and need not send their names.
-    key_hash = zlib.crc32(repr(keys).encode())
-    extremes = torch.tensor([key_hash, -key_hash], dtype=torch.float64, device=device)
-    all_reduce_max(extremes, group)
-    highest, lowest = extremes.tolist()
-    if highest == -lowest:
-        return list(keys)
-    united: set[_Key] = set()
-    for keys_of_rank in all_gather_object(group, list(keys)):
-        united.update(keys_of_rank)
-    return sorted(united)
+def _read_differences(keys: Sequence[_Key], differences: Tensor) -> Differences:
+    """Return the differences that are not zero, by kind and name."""
+    values = zip(keys, differences.tolist(), strict=True)
+    return {(kind, name): difference for (kind, name, _, _), difference in values if difference}
 
 
 def _make_batches(entries: Sequence[Entry]) -> list[list[Entry]]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh._checks import fingerprints
-from namedmesh._checks.fingerprints import Entry
-from namedmesh._checks.replication import group_by_layout, is_replicated
+from namedmesh._checks.fingerprints import (
+    LENIENT,
+    Comparison,
+    Differences,
+    Entry,
+    Problem,
+    find_tolerance,
+    fingerprint,
+    is_comparable,
+    is_due,
+    raise_differences,
+)
 from namedmesh._torch import (
     all_gather_object,
     disable_dispatch_modes,
@@ -29,8 +37,11 @@ from namedmesh._torch import (
     is_async,
     is_capturing,
 )
-from namedmesh.errors import GradientError, format_items, format_ranks, print_in_one_line
-from namedmesh.sharding import to_local
+from namedmesh.errors import GradientError, format_items, format_ranks
+from namedmesh.sharding import group_by_layout, is_replicated, to_local
+
+NUM_PRIORITIES = 3
+"""The priorities of inputs, gathered outputs and gradients: each explains the next."""
 
 # The gradients that are kept until the step use at most this much memory.
 _KEPT_BYTES = 1 << 26
@@ -38,12 +49,9 @@ _KEPT_BYTES = 1 << 26
 # norm: half precision may round them differently.
 _SAME_TOKENS = 5e-3
 
-# All checks of this process, by number.
-_checks: weakref.WeakValueDictionary[int, ModelCheck] = weakref.WeakValueDictionary()
-_check_ids = count()
+# All checks of this process, in the order in which they were made, as on every rank.
+_checks: weakref.WeakKeyDictionary[ModelCheck, None] = weakref.WeakKeyDictionary()
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-# The ids of parameters that clip_grad_norm_ has compared since their last step.
-_compared_ids: set[int] = set()
 
 
 class KeptTensors:
@@ -66,16 +74,18 @@ class KeptTensors:
         self.steps_left = 2
         # The dtypes in which the layers have computed.
         self.dtypes: set[torch.dtype] = set()
-        self.release()
-
-    def release(self) -> None:
-        """Release the tensors."""
+        self.has_run = False
         self.input: tuple[str, Tensor] | None = None
         self.gradients: dict[str, Tensor] = {}
 
+    def release(self) -> None:
+        """Release the tensors. It ends a step, unless ``clip_grad_norm_`` has ended it already."""
+        self.steps_left -= self.has_run
+        vars(self).update(has_run=False, input=None, gradients={})
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to copy or pickle."""
-        return {**vars(self), "steps_left": 2, "input": None, "gradients": {}}
+        return {**vars(self), "steps_left": 2, "has_run": False, "input": None, "gradients": {}}
 
     def keep_input(self, name: str, x: Tensor, *, is_replicated: bool = True) -> None:
         """Keep the input of the layer that runs first in a forward; the last forward counts.
@@ -94,6 +104,7 @@ class KeptTensors:
         is_plain = type(x) is Tensor or isinstance(x, DTensor) or is_async(x)
         if not self.steps_left or not is_plain or x.is_meta or is_capturing():
             return
+        self.has_run = True
         # Ranks with other shards have other values, as they should.
         is_shard = isinstance(x, DTensor) and {*x.placements} != {Replicate()}
         is_kept = is_replicated and not is_shard and (self.input is None or self.input[0] == name)
@@ -152,45 +163,43 @@ class ModelCheck:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, token_groups: Sequence[str] = ()) -> None:
         self.group_name = mesh.get_group().group_name
-        self.device_type = mesh.device_type
+        self.device = torch.device(mesh.device_type)
         self.axis = (mesh.mesh_dim_names or ("the mesh",))[0]
         self.ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
-        self.token_groups = list(token_groups)
         self.has_own_tokens = bool(token_groups)
+        self.token_groups = list(token_groups)
         self.kept = KeptTensors(None if token_groups else self.group_name, self.axis)
-        self._register(model)
-
-    def _register(self, model: nn.Module) -> None:
-        """Add the check to the checks of the process."""
-        self.model = weakref.ref(model)  # The global table must not keep models alive.
+        self.model: weakref.ref[nn.Module]
         vars(model).setdefault("replica_checks", []).append(self)
-        _checks[next(_check_ids)] = self
+        self.__setstate__({"model": model})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to copy or pickle; the model among them is copied, too."""
         return {**vars(self), "model": self.model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, and register it for the copy of the model."""
+        """Set attributes, and add the check, or a copy of it, to the checks of the process."""
+        # The check is in the model, and must not keep it alive.
         vars(self).update(state, model=weakref.ref(state["model"]))
-        _checks[next(_check_ids)] = self
+        _checks[self] = None
 
-    def list_entries(self, params: Mapping[str, Tensor]) -> list[Entry]:
-        """Return the tensors that must be equal along the axis.
+    def compare(self, params: Mapping[str, Tensor]) -> Comparison:
+        """Return the comparison of the tensors that must be equal along the axis.
 
         Args:
             params: the parameters that are stepped, by name.
         """
-        entries = []
+        group = get_group_by_name(self.group_name)
+        entries: list[Entry] = []
+        if self.has_own_tokens:
+            return Comparison(entries, group, self.device, self._describe)
         if self.kept.input is not None:
             name, x = self.kept.input
             # Layers before this one may round differently on each rank. Ids must be equal.
-            tolerance = fingerprints.find_tolerance(x.dtype)
-            if x.is_floating_point():
-                tolerance = fingerprints.LENIENT
+            tolerance = LENIENT if x.is_floating_point() else find_tolerance(x.dtype)
             entries.append(Entry("input", name, x, to_local(x).numel(), tolerance))
         for name, gathered in self.kept.gradients.items():
-            tolerance = find_gradient_tolerance(gathered.dtype, self.kept.dtypes)
+            tolerance = find_tolerance(gathered.dtype, *self.kept.dtypes)
             entries.append(Entry("gathered", name, gathered, gathered.numel(), tolerance))
         for names in group_by_layout(params).values():
             if not is_replicated(params[names[0]], self.ranks):
@@ -201,44 +210,23 @@ class ModelCheck:
                     param, "placements", None
                 )
                 if not is_partial:
-                    tolerance = find_gradient_tolerance(param.dtype, self.kept.dtypes)
+                    tolerance = find_tolerance(param.dtype, *self.kept.dtypes)
                     entries.append(Entry("gradients", name, grad, to_local(param).numel(), tolerance))
-        return [entry for entry in entries if fingerprints.is_comparable(entry.tensor)]
+        comparable = [entry for entry in entries if is_comparable(entry.tensor)]
+        return Comparison(comparable, group, self.device, self._describe)
 
-    def find_equal_tokens(self) -> list[str]:
-        """Return a message about ranks that share experts and have the same tokens.
-
-        Tokens that are all equal or not finite show nothing; tokens of a later step are compared.
-
-        Collective: every rank of the groups must call it.
-        """
-        numbers: list[float] = []
-        if self.kept.input is not None and fingerprints.is_comparable(self.kept.input[1]):
-            tokens = self.kept.input[1]
-            if len(tokens) and bool((tokens != tokens[0]).any() and tokens.isfinite().all()):
-                numbers = fingerprints.fingerprint([tokens], tokens.numel())[0, :64].flatten().tolist()
-        problems = []
-        for group_name in [*self.token_groups]:
-            numbers_by_rank = all_gather_object(get_group_by_name(group_name), numbers)
-            problems += _find_equal_numbers(numbers_by_rank)
-            if all(numbers_by_rank):
-                self.token_groups.remove(group_name)
-        return problems
-
-    def format_problems(self, differences: dict[tuple[str, str], float]) -> list[str]:
-        """Return the message about entries that differ (empty if none does).
-
-        Args:
-            differences: by kind and name, the relative difference.
-        """
-        names: dict[str, dict[str, float]] = {}
+    def _describe(self, differences: Differences) -> list[Problem]:
+        """Return the problems of entries that differ."""
+        names: dict[str, dict[str, float]] = {"input": {}, "gathered": {}, "gradients": {}}
         for (kind, name), difference in differences.items():
-            names.setdefault(kind, {})[name] = difference
-        ranks = f"the {len(self.ranks)} ranks of {self.axis}"
-        # Different inputs explain different gradients, and a gathered output those before it.
-        if "input" in names:
-            return [_format_different_inputs(next(iter(names["input"])), len(self.ranks), self.axis)]
-        if "gathered" in names:
+            names[kind][name] = difference
+        size = len(self.ranks)
+        ranks = f"the {size} ranks of {self.axis}"
+        problems = []
+        if names["input"]:
+            name = min(names["input"])
+            problems.append((0, _format_different_inputs(name, size, self.axis)))
+        if names["gathered"]:
             message = (
                 f"{format_items(sorted(names['gathered']))}: the output is all-gathered over "
                 f"{ranks} and counts as replicated, but its gradients differ: each rank uses a "
@@ -246,8 +234,8 @@ class ModelCheck:
                 "local shard (ColwiseParallel() without output_layouts), or use "
                 "KeyValueParallel(...) for keys and values of which each rank uses its own heads"
             )
-            return [message]
-        if "gradients" in names:
+            problems.append((1, message))
+        if names["gradients"]:
             message = (
                 f"{format_items(names['gradients'])}: replicated on {ranks}, but the gradients "
                 f"differ, by up to {max(names['gradients'].values()):.2g} of their norm. Each "
@@ -256,31 +244,43 @@ class ModelCheck:
                 "all-reduces its gradients, and a linear whose features it uses shard by shard "
                 "ColwiseParallel(), or KeyValueParallel(...) for keys and values"
             )
-            return [message]
-        return []
+            problems.append((2, message))
+        return problems
+
+    def find_equal_tokens(self) -> list[Problem]:
+        """Return a problem for ranks that share experts and have the same tokens.
+
+        Tokens that are all equal or not finite show nothing; tokens of a later step are compared.
+
+        Collective: every rank of the groups must call it.
+        """
+        numbers: list[float] = []
+        if self.token_groups and self.kept.input is not None and is_comparable(self.kept.input[1]):
+            tokens = self.kept.input[1]
+            if len(tokens) and bool((tokens != tokens[0]).any() and tokens.isfinite().all()):
+                numbers = fingerprint([tokens], tokens.numel())[0, :64].flatten().tolist()
+        problems = []
+        for group_name in [*self.token_groups]:
+            numbers_by_rank = all_gather_object(get_group_by_name(group_name), numbers)
+            if all(numbers_by_rank):
+                self.token_groups.remove(group_name)
+            for first in filter(None, numbers_by_rank):
+                same = [rank for rank, other in enumerate(numbers_by_rank) if _are_close(first, other)]
+                if len(same) > 1:
+                    message = (
+                        f"{format_ranks(same)} of the {len(numbers_by_rank)} ranks that share experts "
+                        f"send the same tokens, whose gradients would count {len(same)} times; shard "
+                        "the sequence (SequenceParallel), or shard the experts over etp "
+                        "(ExpertTensorParallel)"
+                    )
+                    problems.append((0, message))
+        return problems
 
 
-def _find_equal_numbers(numbers_by_rank: Sequence[Sequence[float]]) -> list[str]:
-    """Return a message about the ranks whose tokens have the same fingerprint.
-
-    Args:
-        numbers_by_rank: the fingerprint of the tokens of each rank; empty if they show nothing.
-    """
-    for first in filter(None, numbers_by_rank):
-        same = []
-        for rank, numbers in enumerate(numbers_by_rank):
-            is_same_size = len(numbers) == len(first)
-            if is_same_size and math.dist(first, numbers) <= _SAME_TOKENS * math.hypot(*first):
-                same.append(rank)
-        if len(same) > 1:
-            message = (
-                f"{format_ranks(same)} of the {len(numbers_by_rank)} ranks that share experts "
-                f"send the same tokens, whose gradients would count {len(same)} times; shard the "
-                "sequence (SequenceParallel), or shard the experts over etp "
-                "(ExpertTensorParallel)"
-            )
-            return [message]
-    return []
+def _are_close(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether two ranks with these fingerprints have the same tokens."""
+    is_same_size = len(first) == len(second)
+    return is_same_size and math.dist(first, second) <= _SAME_TOKENS * math.hypot(*first)
 
 
 def _format_different_inputs(name: str, size: int, axis: str, detail: str = "") -> str:
@@ -290,20 +290,6 @@ def _format_different_inputs(name: str, size: int, axis: str, detail: str = "") 
         "must work on the same samples; give their samplers the rank on the data axes "
         "(training.sampler_kwargs(mesh)), and the same seed to dropout before this layer"
     )
-
-
-def find_gradient_tolerance(
-    dtype: torch.dtype, computing_dtypes: Iterable[torch.dtype]
-) -> fingerprints.Tolerance:
-    """Return the tolerance for gradients of a dtype.
-
-    Autocast and FSDP2's mixed precision compute gradients in half precision, whatever their dtype is.
-
-    Args:
-        dtype: the dtype of the gradients.
-        computing_dtypes: the dtypes in which layers have computed.
-    """
-    return max(fingerprints.find_tolerance(each) for each in (dtype, *computing_dtypes))
 
 
 def list_computing_dtypes() -> set[torch.dtype]:
@@ -317,7 +303,7 @@ def list_computing_dtypes() -> set[torch.dtype]:
 def list_checks() -> list[tuple[ModelCheck, nn.Module]]:
     """Return the checks of this process, and their models, which may be deleted at any time."""
     checks = []
-    for check in list(_checks.values()):
+    for check in list(_checks):
         model = check.model()
         if model is not None:
             checks.append((check, model))
@@ -340,90 +326,37 @@ def compare_before_step(optimizer: torch.optim.Optimizer, params: Sequence[Tenso
     if torch.compiler.is_compiling() or is_capturing():
         return
     step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
-    is_due = fingerprints.is_due(step)
-    if is_due or _compared_ids:
-        ids = {id(param) for param in params}
-        if is_due:
-            _compare_models(ids - _compared_ids)
-        _compared_ids.difference_update(ids)
-
-
-def compare_before_clipping(params: Sequence[Tensor]) -> None:
-    """Compare the models of parameters, which the next step does not compare again.
-
-    Collective: every rank with these parameters must call it.
-
-    Args:
-        params: the parameters.
-
-    Raises:
-        GradientError: on every rank: values that must be equal differ.
-    """
-    ids = {id(param) for param in params}
-    _compare_models(ids)
-    _compared_ids.update(ids)
+    if is_due(step):
+        compare_models({id(param) for param in params})
 
 
 @disable_dispatch_modes
 @torch.no_grad()
-def _compare_models(ids: set[int]) -> None:
+def compare_models(ids: set[int], comparisons: Sequence[Comparison] = ()) -> None:
     """Compare the models that have some of these parameters, over the axes of their checks.
+
+    Collective: every rank with these parameters must call it.
 
     Args:
         ids: the ids of the parameters.
+        comparisons: further comparisons.
+
+    Raises:
+        GradientError: on every rank: values that must be equal differ.
     """
-    problems: list[str] = []
-    groups: dict[frozenset[int], dist.ProcessGroup] = {}
+    compared = list(comparisons)
+    raising_groups: list[dist.ProcessGroup] = []
+    problems: list[Problem] = []
     for check, model in list_checks():
         # Look the parameters up again: fully_shard may have replaced them since.
         params = {name: param for name, param in model.named_parameters() if id(param) in ids}
         if not params:
             continue
-        group = get_group_by_name(check.group_name)
-        device = torch.device(check.device_type)
-        if check.has_own_tokens:
-            problems += check.find_equal_tokens()
-        else:
-            differences = fingerprints.find_differences(check.list_entries(params), group, device)
-            problems += check.format_problems(differences)
+        compared.append(check.compare(params))
+        problems += check.find_equal_tokens()
         check.kept.release()
-        check.kept.steps_left = max(0, check.kept.steps_left - 1)
         # Under FSDP2 the ranks of another shard of a parameter must raise the error, too.
-        groups.setdefault(frozenset(check.ranks), group)
         for mesh in {param.device_mesh: None for param in params.values() if isinstance(param, DTensor)}:
-            for mesh_group in mesh.get_all_groups():
-                groups.setdefault(frozenset(dist.get_process_group_ranks(mesh_group)), mesh_group)
-    if groups:
-        raise_on_all_ranks(problems, groups.values(), device)
-
-
-def raise_on_all_ranks(
-    problems: Iterable[str], groups: Iterable[dist.ProcessGroup], device: torch.device
-) -> None:
-    """Raise the problems of all ranks of several groups, if there are any.
-
-    Collective: every rank of the groups must call it.
-
-    Args:
-        problems: the problems of this rank.
-        groups: the groups, in the same order on every rank.
-        device: the device on which the groups communicate.
-
-    Raises:
-        GradientError: on every rank.
-    """
-    united = set(problems)
-    groups = list(groups)
-    has_problem = torch.full((), float(bool(united)), device=device)
-    for group in groups:
-        fingerprints.all_reduce_max(has_problem, group)
-    if not has_problem.item():
-        return
-    ranks: set[int] = set()
-    for group in groups:
-        united.update(*all_gather_object(group, united))
-        ranks.update(dist.get_process_group_ranks(group))
-    error = GradientError(*sorted(united))
-    if dist.get_rank() != min(ranks):
-        print_in_one_line(error, dist.get_rank(), printing_rank=min(ranks))
-    raise error
+            raising_groups.extend(mesh.get_all_groups())
+    if compared:
+        raise_differences(compared, raising_groups, problems)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from namedmesh._checks import fingerprints, models
-from namedmesh._checks.fingerprints import Entry
-from namedmesh._checks.replication import find_replicated_axes, group_by_layout
-from namedmesh._torch import disable_dispatch_modes, is_capturing
+from namedmesh._checks import models
+from namedmesh._checks.fingerprints import (
+    LENIENT,
+    Comparison,
+    Differences,
+    Entry,
+    Problem,
+    find_tolerance,
+    is_comparable,
+    is_due,
+)
+from namedmesh._torch import is_capturing
 from namedmesh.errors import format_items
 from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import to_local
+from namedmesh.sharding import find_replicated_axes, group_by_layout, to_local
 
 _CAUSES = (
     "They must be equal there. The two commonest causes: the gradients are not averaged over "
@@ -39,7 +48,8 @@ _calls: weakref.WeakKeyDictionary[NamedMesh, int] = weakref.WeakKeyDictionary()
 def compare_replicas(params: Sequence[Tensor], mesh: NamedMesh, ties: Mapping[int, str]) -> None:
     """Compare replicated weights and gradients over each axis of a mesh.
 
-    It returns at once on calls that are not due: others than 1, 2, 4 and so on up to 1024. It compares the models of the parameters first, whose messages have names.
+    It returns at once on calls that are not due: others than 1, 2, 4 and so on up to 1024. It also
+    compares the models of the parameters. Their messages have names, and take precedence.
 
     Collective: every rank of the mesh must call it.
 
@@ -56,9 +66,9 @@ def compare_replicas(params: Sequence[Tensor], mesh: NamedMesh, ties: Mapping[in
     if torch.compiler.is_compiling() or is_capturing() or dist.get_backend() == "fake":
         return
     call = _calls[mesh] = _calls.get(mesh, 0) + 1
-    if fingerprints.is_due(call):
-        models.compare_before_clipping(params)
-        _compare(params, mesh, ties, ("weights", "gradients"))
+    if is_due(call):
+        comparisons = _list_comparisons(params, mesh, ties, ("weights", "gradients"))
+        models.compare_models({id(param) for param in params}, comparisons)
 
 
 def compare_weights(params: Sequence[Tensor], mesh: NamedMesh) -> None:
@@ -74,45 +84,46 @@ def compare_weights(params: Sequence[Tensor], mesh: NamedMesh) -> None:
         GradientError: on every rank of the mesh: weights differ.
     """
     if dist.get_backend() != "fake":
-        _compare(params, mesh, {}, ("weights",))
+        models.compare_models(set(), _list_comparisons(params, mesh, {}, ("weights",)))
 
 
-@disable_dispatch_modes
-@torch.no_grad()
-def _compare(
+def _list_comparisons(
     params: Sequence[Tensor], mesh: NamedMesh, ties: Mapping[int, str], kinds: Sequence[str]
-) -> None:
-    """Compare replicated and tied parameters, and raise the differences on every rank."""
-    by_position = dict(enumerate(params))
-    positions_by_axis: dict[str, list[int]] = {}
-    for positions in group_by_layout(by_position).values():
+) -> list[Comparison]:
+    """Return a comparison over each axis of the mesh, in the same order on every rank.
+
+    Args:
+        params: the parameters.
+        mesh: the mesh.
+        ties: the names of the parameters that are tied over ``pp``, by position.
+        kinds: ``"weights"``, or weights and ``"gradients"``.
+    """
+    positions_by_axis: dict[str, list[int]] = defaultdict(list)
+    for positions in group_by_layout(dict(enumerate(params))).values():
         for axis in find_replicated_axes(params[positions[0]], mesh):
-            positions_by_axis.setdefault(axis, []).extend(positions)
-    names_by_axis: dict[str, dict[int, str]] = {}
-    for axis, positions in positions_by_axis.items():
+            positions_by_axis[axis].extend(positions)
+    # The axes of views, such as the view of experts, come last. The order is the same on every rank.
+    comparisons = []
+    for axis in dict.fromkeys([*mesh.layout, *sorted(positions_by_axis)]):
         # A rank may have more parameters than others, such as the bias of a sharded layer.
         # Positions mean nothing then, and the count gives the parameters other names.
-        names_by_axis[axis] = {position: f"{position} of {len(positions)}" for position in sorted(positions)}
-    if ties or ("pp" in mesh.layout and mesh.size("pp") > 1):
-        names_by_axis["pp"] = dict(ties)
-    problems = []
-    # In one order on every rank, or ranks would wait for each other.
-    for axis in sorted(names_by_axis):
-        problems += _compare_over_axis(params, names_by_axis[axis], axis, mesh, kinds)
-    models.raise_on_all_ranks(problems, [mesh.group(axis) for axis in mesh.layout], mesh.device)
+        positions = sorted(positions_by_axis[axis])
+        names = {position: f"{position} of {len(positions)}" for position in positions}
+        if axis == "pp":
+            names = dict(ties)  # The two ends of a tie are compared.
+        comparisons.append(_compare_over_axis(params, names, axis, mesh, kinds))
+    return comparisons
 
 
 def _compare_over_axis(
     params: Sequence[Tensor], names: Mapping[int, str], axis: str, mesh: NamedMesh, kinds: Sequence[str]
-) -> list[str]:
-    """Return the message about parameters that differ along an axis (empty if none does).
-
-    Collective: every rank along the axis must call it.
+) -> Comparison:
+    """Return the comparison of some parameters over an axis.
 
     Args:
         params: the parameters.
         names: the names of those to compare, by position.
-        axis: the axis. Over ``pp`` the two ends of a tie are compared.
+        axis: the axis.
         mesh: the mesh.
         kinds: ``"weights"``, or weights and ``"gradients"``.
     """
@@ -120,26 +131,32 @@ def _compare_over_axis(
     entries = []
     for position, name in names.items():
         param = params[position]
-        tolerance = models.find_gradient_tolerance(param.dtype, computing_dtypes)
         numel = to_local(param).numel()
-        if fingerprints.is_comparable(param) and fingerprints.is_comparable(param.grad):
-            entries.append(Entry("weights", name, param, numel, fingerprints.LENIENT))
+        tolerance = find_tolerance(param.dtype, *computing_dtypes)
+        if is_comparable(param) and is_comparable(param.grad):
+            entries.append(Entry("weights", name, param, numel, LENIENT))
             if "gradients" in kinds:
                 entries.append(Entry("gradients", name, param.grad, numel, tolerance))
-    differences = fingerprints.find_differences(entries, mesh.group(axis), mesh.device)
-    # Different weights have different gradients, so the weights come first.
-    for kind in kinds:
-        different = [position for position, name in names.items() if (kind, name) in differences]
-        if different:
-            described = format_params((position, params[position]) for position in different)
-            stage = f" of stage {mesh.rank('pp')}" if "pp" in mesh.layout else ""
-            where, causes = f"between the ranks of {axis}", _CAUSES
-            if axis == "pp":
-                where, causes = "from the other end of their tie", _CAUSES_OF_TIES
-            if "gradients" in kinds:
-                causes += _OPT_OUT
-            return [f"The {kind} of parameters {described}{stage} differ {where}. {causes}"]
-    return []
+    where, causes = f"between the ranks of {axis}", _CAUSES
+    if axis == "pp":
+        where, causes = "from the other end of their tie", _CAUSES_OF_TIES
+    if "gradients" in kinds:
+        causes += _OPT_OUT
+
+    def describe(differences: Differences) -> list[Problem]:
+        """Return a problem for each kind of tensor that differs."""
+        problems = []
+        # The messages of models name parameters, and different weights have different gradients.
+        for priority, kind in enumerate(kinds, models.NUM_PRIORITIES):
+            different = [position for position, name in names.items() if (kind, name) in differences]
+            if different:
+                described = format_params((position, params[position]) for position in different)
+                stage = f" of stage {mesh.rank('pp')}" if "pp" in mesh.layout else ""
+                message = f"The {kind} of parameters {described}{stage} differ {where}. {causes}"
+                problems.append((priority, message))
+        return problems
+
+    return Comparison(entries, mesh.group(axis), mesh.device, describe)
 
 
 def format_params(params: Iterable[tuple[int, Tensor]]) -> str:

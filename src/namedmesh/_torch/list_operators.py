@@ -61,7 +61,9 @@ def _run_list_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
         results[position] = _run_for_one(operator, _select(args, [position], length), kwargs)
     if local_positions:
         local_args = args if len(local_positions) == length else _select(args, local_positions, length)
-        local_args = [_to_local_list(arg) if isinstance(arg, list | tuple) else arg for arg in local_args]
+        local_args = [
+            list(map(_to_local, arg)) if isinstance(arg, list | tuple) else arg for arg in local_args
+        ]
         local_results = operator(*local_args, **kwargs) or ()  # None if it works in place
         for position, result in zip(local_positions, local_results, strict=False):
             results[position] = _wrap_like([values[position] for values in lists], result)
@@ -168,13 +170,6 @@ def _wrap_like(values: Sequence[Any], result: torch.Tensor) -> Any:
             # The public from_local passes through autograd and infers the shape again.
             return DTensor.__new__(DTensor, result, value._spec, requires_grad=False)
     return result
-
-
-def _to_local_list(values: Sequence[Any]) -> list[Any]:
-    """Return the local tensors of DTensors, and all other values as they are."""
-    from torch.distributed.tensor import DTensor
-
-    return [wait_if_async(value._local_tensor) if isinstance(value, DTensor) else value for value in values]
 
 
 def _to_local(tensor: Any) -> Any:

@@ -233,7 +233,7 @@ class RecomputedTensors:
     For an all-gather that the backward repeats: only the shards are saved. Unlike
     ``torch.utils.checkpoint``, nothing but the all-gather runs again, and there is no dispatch mode.
 
-    The private function returns the hooks of the caller, such as those of activation checkpointing
+    The private function returns the hooks of the caller, such as the hooks of activation checkpointing
     around this code. torch calls the innermost hooks only, so all other tensors are passed on to
     the hooks of the caller.
 

@@ -2,6 +2,7 @@
 
 from torch.distributed.tensor.parallel import SequenceParallel
 
+from namedmesh.tensor_parallel.base_styles import Style
 from namedmesh.tensor_parallel.experts import ExpertParallel, ExpertTensorParallel
 from namedmesh.tensor_parallel.fused import split_linear
 from namedmesh.tensor_parallel.gradients import reduce_gradients, register_gradient_check
@@ -13,8 +14,7 @@ from namedmesh.tensor_parallel.modules import (
     LocalParameters,
     NoParallel,
 )
-from namedmesh.tensor_parallel.plan import parallelize
-from namedmesh.tensor_parallel.report import plan_report
+from namedmesh.tensor_parallel.plan import parallelize, plan_report
 from namedmesh.tensor_parallel.styles import (
     ColwiseParallel,
     KeyValueParallel,
@@ -35,6 +35,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "SharedInput",
+    "Style",
     "VerifyReport",
     "cross_entropy",
     "entropy",

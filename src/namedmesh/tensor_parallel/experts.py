@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._checks import KeptTensors
 from namedmesh._torch import concatenate_meshes
 from namedmesh.arguments import named_mesh
 from namedmesh.axes import SAME_TOKEN_AXES
 from namedmesh.errors import LayoutError, ShapeError, format_items
 from namedmesh.mesh import NamedMesh
+from namedmesh.tensor_parallel.base_styles import Style
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
 from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, reduce_output
 from namedmesh.tensor_parallel.styles import replace_parameter, shard_parameters
@@ -97,7 +96,7 @@ def _copy_inputs(group: Group, _module: nn.Module, args: Any, kwargs: Any) -> An
     return tuple(map(copy_input, args)), copied
 
 
-class ExpertParallel(ParallelStyle):
+class ExpertParallel(Style):
     """Shard stacked experts over ``ep``, and send each token to the rank that has its expert.
 
     For a module that owns the weights of all its experts as parameters ``(experts, ...)``, and is
@@ -147,7 +146,7 @@ class ExpertParallel(ParallelStyle):
         self.gradient_scale = mesh.size("edp") / averaged_size
         self.replica_groups = [Group.of(mesh.group("edp"))]
 
-    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for the other styles
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return the placement of each parameter that the module itself owns: ``Shard(0)``.
 
         Args:
@@ -168,14 +167,14 @@ class ExpertParallel(ParallelStyle):
         for name, param in module.named_parameters(recurse=False):
             shapes[name] = tuple(param.shape)
         # The first dim of all parameters must be the same number of experts; scalars have none.
-        numbers = {shape[0] for shape in shapes.values() if shape}
-        if len(numbers) == 1:
-            num_experts = numbers.pop()
-            if num_experts % tp_size == 0:
-                return []
+        numbers = {shape[:1] for shape in shapes.values()}
+        if len(numbers) != 1 or () in numbers:
+            got = f"{type(module).__name__} owns {shapes or 'none'}"
+            return [f"ExpertParallel takes a module that owns parameters (experts, ...), but {got}"]
+        ((num_experts,),) = numbers
+        if num_experts % tp_size:
             return [f"the ep size {tp_size} does not divide {num_experts} experts; choose one that does"]
-        got = f"{type(module).__name__} owns {shapes or 'none'}"
-        return [f"ExpertParallel takes a module that owns parameters (experts, ...), but {got}"]
+        return []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -186,26 +185,23 @@ class ExpertParallel(ParallelStyle):
 
 def _check_expert_axes(mesh: NamedMesh) -> None:
     """Raise a LayoutError if groups of the experts have ranks that must not work together."""
-    problems = []
     within_stage = [axis for axis in mesh.layout if axis != "pp"]
     stage_ranks = mesh.ranks(*within_stage) if within_stage else (mesh.global_rank,)
     axes = [axis for axis in ("edp", "ep", "etp") if axis in mesh]
     # Such a group would wait in a collective for ranks that wait for its stage.
     crossing = [axis for axis in axes if not set(mesh.ranks(axis)) <= set(stage_ranks)]
     if crossing:
-        problems.append(
+        raise LayoutError(
             f"groups along {format_items(crossing)} span several pipeline stages; give the view of "
             f'the experts the same axis pp: mesh.add_view("expert", pp={mesh.size("pp")}, ...)'
         )
     tp_ranks = mesh.ranks("tp") if "tp" in mesh else (mesh.global_rank,)
     # ExpertTensorParallel sums over etp, where the ranks need the same tokens, as along tp.
-    if "etp" in mesh and not problems and mesh.ranks("etp") not in {tp_ranks, (mesh.global_rank,)}:
-        problems.append(
+    if "etp" in mesh and mesh.ranks("etp") not in {tp_ranks, (mesh.global_rank,)}:
+        raise LayoutError(
             f"etp={mesh.size('etp')} must have size 1, or the same ranks as tp={len(tp_ranks)}: "
             "ranks along etp need the same tokens"
         )
-    if problems:
-        raise LayoutError(*problems)
 
 
 def _shard_experts(param: Tensor, mesh: DeviceMesh, src_data_rank: int | None) -> DTensor:
@@ -229,11 +225,12 @@ class ExpertForward(LocalForward):
     def __init__(self, module: nn.Module, group: Group, style: ExpertParallel) -> None:
         super().__init__(module, style.layout(module, group.size))
         self.group = group
-        self.experts = module.get_parameter(self.names[0]).shape[0]
+        self.first_param = next(iter(self.shards))
+        self.experts = module.get_parameter(self.first_param).shape[0]
         self.gradient_scale = style.gradient_scale
         self.token_groups = [group, *style.replica_groups]
-        self.kept: KeptTensors | None = None
-        self.name_in_model = ""
+        # Keeps the tokens, which the ranks compare before the first steps.
+        self.keep_input: Callable[[Tensor], None] | None = None
 
     def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
         """Return the module's output for the local tokens.
@@ -250,9 +247,9 @@ class ExpertForward(LocalForward):
         if counts.shape != (self.experts,):
             got = f"the numbers of tokens have shape {tuple(counts.shape)}"
             raise ShapeError(f"{got}; pass one number for each of the {self.experts} experts")
-        is_trained = self.module.get_parameter(self.names[0]).requires_grad
-        if not torch.compiler.is_compiling() and self.kept is not None and is_trained:
-            self.kept.keep_input(self.name_in_model, tokens)
+        is_trained = self.module.get_parameter(self.first_param).requires_grad
+        if not torch.compiler.is_compiling() and self.keep_input is not None and is_trained:
+            self.keep_input(tokens)
         ranks = self.group.size
         if ranks == 1:
             return super().__call__(tokens, counts)

@@ -7,7 +7,7 @@ zero-bubble schedules and FSDP2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from namedmesh._checks import ModelCheck, compare_before_step
 from namedmesh._torch import make_gradient, wait_if_async
 from namedmesh.arguments import AxisMesh, one_axis
+from namedmesh.sharding import to_local
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
+from namedmesh.tensor_parallel.experts import ExpertForward
+from namedmesh.tensor_parallel.layers import ShardedLayer
 
 
 def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
@@ -74,6 +77,7 @@ def _partial_placements(param: Any) -> tuple[Placement, ...]:
     return ()
 
 
+@torch.no_grad()
 def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
     """All-reduce the gradients of several parameters in one collective.
 
@@ -86,15 +90,13 @@ def _all_reduce_bucket(params: Sequence[Any], mesh: DeviceMesh, placements: tupl
         placements: the placements of their gradients, some of which are ``Partial``.
     """
     local_grads = []
-    for param in params:
-        if param.grad is None:
-            local_grads.append(torch.zeros_like(param.to_local().detach()))
-        else:
-            local_grads.append(wait_if_async(param.grad.to_local().detach()))
-    ranks_with_grad = local_grads[0].new_ones(len(local_grads))
+    ranks_with_grad = to_local(params[0]).new_ones(len(params))
     for index, param in enumerate(params):
         if param.grad is None:
+            local_grads.append(torch.zeros_like(to_local(param)))
             ranks_with_grad[index] = 0
+        else:
+            local_grads.append(wait_if_async(to_local(param.grad)))
     bucket = torch.cat([*(grad.flatten() for grad in local_grads), ranks_with_grad])
     # In half precision the sum is rounded after every rank: a percent of error over eight ranks.
     bucket = bucket.to(torch.promote_types(bucket.dtype, torch.float32))
@@ -145,10 +147,11 @@ def register_gradient_check(model: nn.Module, mesh: AxisMesh) -> None:
     kept = ModelCheck(model, mesh).kept
     group = Group.of(mesh)
     for name, module in model.named_modules():
-        layouts = getattr(module, "layouts", None)  # only layers on the fast path have them
-        if layouts is not None and layouts.group == group:
-            module.kept = kept
-            module.name_in_model = name
+        if isinstance(module, ShardedLayer) and module.layouts.group == group:
+            is_replicated = module.layouts.input_dim is None
+            # Unlike a closure, a partial can be copied and pickled with the model.
+            module.keep_input = partial(kept.keep_input, name, is_replicated=is_replicated)
+            module.keep_gradient = partial(kept.keep_gradient, name)
 
 
 def register_token_check(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -158,18 +161,16 @@ def register_token_check(model: nn.Module, mesh: DeviceMesh) -> None:
         model: the model, to whose experts ``ExpertParallel`` was applied.
         mesh: the mesh of the axis ``ep``.
     """
-    forwards: dict[str, Any] = {}
+    forwards = {}
     token_groups: dict[str, None] = {}
     for name, module in model.named_modules():
-        groups = getattr(module.forward, "token_groups", ())
-        if groups:
+        if isinstance(module.forward, ExpertForward):
             forwards[name] = module.forward
-            token_groups |= dict.fromkeys(group.name for group in groups if group.size > 1)
+            token_groups |= {group.name: None for group in module.forward.token_groups if group.size > 1}
     if token_groups and dist.get_backend() != "fake":
         kept = ModelCheck(model, mesh, [*token_groups]).kept
         for name, forward in forwards.items():
-            forward.kept = kept
-            forward.name_in_model = name
+            forward.keep_input = partial(kept.keep_input, name)
 
 
 @cache

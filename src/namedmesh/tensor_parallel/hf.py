@@ -50,17 +50,9 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 _INTERLEAVED_PER_HEAD = ("query_key_value", "kv_b_proj", "q_b_proj", "q_proj", "q_gate_proj")
 # The attributes under which torch.compile and activation checkpointing register the wrapped module.
 _WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module")
-_HEAD_NORMS = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self_attn.k_norm"}
-# Entries that the plans of some types of models lack: for an entry of the plan, the module that
-# works on the local shard of its output features.
-_MISSING_ENTRIES: dict[str, dict[str, str]] = {
-    "apertus": {"mlp.up_proj": "mlp.act_fn"},
-    "apertus1p5_text": {"mlp.up_proj": "mlp.act_fn"},
-    **dict.fromkeys(
-        ("glm4_moe", "muse_glimmer_assistant", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "sarvam_moe"),
-        _HEAD_NORMS,
-    ),
-}
+# For a module that works on the features of a column layer next to it: the name of that layer. The
+# plans of some models have no entry for the module.
+_COLUMN_BEFORE = {"q_norm": "q_proj", "k_norm": "k_proj", "act_fn": "up_proj"}
 # Types of models whose plans shard the attention, although a part of it needs the features of all
 # heads.
 _UNSHARDABLE_ATTENTION = {
@@ -108,7 +100,7 @@ def plan_from_hf(model: nn.Module, *, adapters: bool = False) -> dict[str, Paral
     plan: dict[str, ParallelStyle] = {}
     problems = []
     for fqn, module in modules.items():
-        key, style_name = _find_tp_entry(tp_plan, fqn)
+        key, style_name = _find_module_entry(tp_plan, fqn)
         if not key or style_name == "replicate" or isinstance(module, nn.ModuleList):
             continue
         try:
@@ -146,36 +138,15 @@ def _load_tp_plan(model: nn.Module) -> dict[str, str]:
         if not module_plan or f"{fqn}.".startswith(tuple(prefixes)):
             continue
         prefixes.append(f"{fqn}." if fqn else "")
-        for key, style_name in _complete_tp_plan(module, module_plan).items():
+        reason = _UNSHARDABLE_ATTENTION.get(getattr(getattr(module, "config", None), "model_type", ""))
+        if reason and any(".self_attn." in key for key in module_plan):
+            remedy = "remove the entries of self_attn from model._tp_plan"
+            raise PlanError(f"attention cannot be sharded as the plan states: {reason}; {remedy}")
+        for key, style_name in module_plan.items():
             tp_plan[f"{_strip_wrappers(fqn)}.{key}".lstrip(".")] = style_name
     if not tp_plan:
         remedy = "write one, a dict of names to styles"
         raise PlanError(f"{type(model).__name__} states no plan in its _tp_plan; {remedy}")
-    return tp_plan
-
-
-def _complete_tp_plan(model: nn.Module, module_plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the plan of one model, with the entries that it is known to lack.
-
-    Raises:
-        PlanError: the plan of this type of model is known not to work.
-    """
-    tp_plan = dict(module_plan)
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    model_type = getattr(config, "model_type", "")
-    shards_attention = any(".self_attn." in key for key in tp_plan)
-    if model_type in _UNSHARDABLE_ATTENTION and shards_attention:
-        raise PlanError(
-            "attention cannot be sharded as the plan states: "
-            f"{_UNSHARDABLE_ATTENTION[model_type]}; remove the entries of self_attn from "
-            "model._tp_plan"
-        )
-    for stated, missing in _MISSING_ENTRIES.get(model_type, {}).items():
-        for key in list(tp_plan):
-            if key.endswith(f".{stated}"):
-                tp_plan.setdefault(key.removesuffix(stated) + missing, _LOCAL_PARAMETERS)
     return tp_plan
 
 
@@ -185,6 +156,16 @@ def _find_tp_entry(tp_plan: Mapping[str, str], fqn: str) -> tuple[str, str]:
         if key_matches(key, fqn):
             return key, style_name
     return "", ""
+
+
+def _find_module_entry(tp_plan: Mapping[str, str], fqn: str) -> tuple[str, str]:
+    """Return the key and the style of a module; two empty strings if it has none."""
+    key, style_name = _find_tp_entry(tp_plan, fqn)
+    parent, _, name = fqn.rpartition(".")
+    if not key and name in _COLUMN_BEFORE:
+        key, column_style = _find_tp_entry(tp_plan, f"{parent}.{_COLUMN_BEFORE[name]}")
+        style_name = _LOCAL_PARAMETERS if column_style == "colwise" else "replicate"
+    return key, style_name
 
 
 def _strip_wrappers(fqn: str) -> str:

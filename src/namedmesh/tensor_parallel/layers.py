@@ -7,8 +7,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,7 +15,6 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from namedmesh._checks import KeptTensors
 from namedmesh._torch import to_local_parameters
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import (
@@ -55,7 +53,34 @@ class LayerLayouts(NamedTuple):
     use_local_output: bool
 
 
-class ColumnLinear(nn.Linear):
+class ShardedLayer:
+    """The attributes of every sharded layer.
+
+    Attributes:
+        layouts: the input and output layouts.
+        shards: the shapes of the local shards of the parameters.
+        keep_input: takes the input, which the ranks compare before the first steps; None if they do
+            not.
+        keep_gradient: the same for the gradient of an all-gathered output.
+    """
+
+    layouts: LayerLayouts
+    shards: Shards
+    keep_input: Callable[[Tensor], None] | None = None
+    keep_gradient: Callable[[Tensor], None] | None = None
+
+    def note_input(self, x: Tensor) -> None:
+        """Keep the input for the comparison.
+
+        Args:
+            x: the input.
+        """
+        # Compiled code must not read the attribute: a change of it would compile the code again.
+        if not torch.compiler.is_compiling() and self.keep_input is not None:
+            self.keep_input(x)
+
+
+class ColumnLinear(ShardedLayer, nn.Linear):
     """A column-parallel ``nn.Linear``: each rank holds a shard of the output features.
 
     Forward: identity, or all-gather of a sharded input; for a replicated output also all-gather of
@@ -63,20 +88,12 @@ class ColumnLinear(nn.Linear):
     :class:`ColwiseParallel`.
 
     Attributes:
-        layouts: the input and output layouts.
-        shards: the shapes of the local shards of the parameters.
         rows: the output features that this rank computes if the weight is replicated
             (:class:`KeyValueParallel`), in runs of (first feature, number of features); None for
             all.
-        kept: the tensors that the ranks compare before the first steps.
-        name_in_model: the name of this layer there.
     """
 
-    layouts: LayerLayouts
-    shards: Shards
     rows: Sequence[tuple[int, int]] | None = None
-    kept: KeptTensors | None = None
-    name_in_model: str = ""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the local shard of the output features, or the replicated output.
@@ -88,7 +105,7 @@ class ColumnLinear(nn.Linear):
             ShapeError: a parameter has another shape than the local shard.
         """
         group = self.layouts.group
-        keep_input(self, input)
+        self.note_input(input)
         gathered = None
         if isinstance(input, DTensor):
             gathered = getattr(input, GATHERED_INPUT, None)
@@ -102,8 +119,7 @@ class ColumnLinear(nn.Linear):
         weight, bias = local_params(self, self.shards)
         if self.rows is not None:
             weight = select_rows(weight, self.rows)
-            if bias is not None:
-                bias = select_rows(bias, self.rows)
+            bias = None if bias is None else select_rows(bias, self.rows)
         if gathered is None:
             y = F.linear(x, weight, bias)
         else:
@@ -111,29 +127,18 @@ class ColumnLinear(nn.Linear):
                 y = F.linear(x, weight, bias)
         if self.layouts.output_dim is None:
             keep_gradient = None
-            if not torch.compiler.is_compiling() and self.kept is not None:
-                keep_gradient = partial(self.kept.keep_gradient, self.name_in_model)
+            if not torch.compiler.is_compiling():
+                keep_gradient = self.keep_gradient
             y = gather(y, group, -1, keep_gradient)
         return to_output_layout(self, y)
 
 
-class RowLinear(nn.Linear):
+class RowLinear(ShardedLayer, nn.Linear):
     """A row-parallel ``nn.Linear``: each rank holds a shard of the input features.
 
     Forward: all-reduce, or reduce-scatter, of the partial output. Backward: identity, or all-gather
     of the output's gradient. Made by :class:`RowwiseParallel`.
-
-    Attributes:
-        layouts: the input and output layouts.
-        shards: the shapes of the local shards of the parameters.
-        kept: the tensors that the ranks compare before the first steps.
-        name_in_model: the name of this layer there.
     """
-
-    layouts: LayerLayouts
-    shards: Shards
-    kept: KeptTensors | None = None
-    name_in_model: str = ""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the replicated output, or the local shard of another dim than the features.
@@ -147,7 +152,7 @@ class RowLinear(nn.Linear):
                 split into equal shards.
         """
         group, input_dim, output_dim, _ = self.layouts
-        keep_input(self, input)
+        self.note_input(input)
         if isinstance(input, DTensor):
             x = input.redistribute(placements=(Shard(input.ndim - 1),)).to_local()
         elif input_dim is None:
@@ -164,23 +169,12 @@ class RowLinear(nn.Linear):
         return to_output_layout(self, y)
 
 
-class RowEmbedding(nn.Embedding):
+class RowEmbedding(ShardedLayer, nn.Embedding):
     """A vocabulary-parallel ``nn.Embedding``: each rank holds the rows of a shard of the ids.
 
     Forward: all-gather of sharded ids; all-reduce, or reduce-scatter, of the embeddings. Backward:
     identity, or all-gather of the output's gradient. Made by :class:`RowwiseParallel`.
-
-    Attributes:
-        layouts: the input and output layouts.
-        shards: the shape of the local shard of the weight.
-        kept: the tensors that the ranks compare before the first steps.
-        name_in_model: the name of this layer there.
     """
-
-    layouts: LayerLayouts
-    shards: Shards
-    kept: KeptTensors | None = None
-    name_in_model: str = ""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the replicated embeddings, or the local shard of a dim of them.
@@ -194,7 +188,7 @@ class RowEmbedding(nn.Embedding):
                 split into equal shards.
         """
         group, input_dim, output_dim, _ = self.layouts
-        keep_input(self, input)
+        self.note_input(input)
         if isinstance(input, DTensor):
             ids = input.full_tensor()
         elif input_dim is not None:
@@ -214,19 +208,6 @@ class RowEmbedding(nn.Embedding):
         y = F.embedding(local_ids.masked_fill(not_local, 0), weight, padding)
         y = y.masked_fill(not_local.unsqueeze(-1), 0)
         return to_output_layout(self, exit_tp_region(y, group, output_dim))
-
-
-def keep_input(module: Any, x: Tensor) -> None:
-    """Keep the input of a layer for the comparison before one of the first steps.
-
-    Args:
-        module: the layer.
-        x: the input.
-    """
-    # Compiled code must not read it, because a change of it would compile the code again.
-    if not torch.compiler.is_compiling() and module.kept is not None and module.kept.steps_left:
-        is_replicated = module.layouts.input_dim is None
-        module.kept.keep_input(module.name_in_model, x, is_replicated=is_replicated)
 
 
 def select_rows(param: Tensor, rows: Sequence[tuple[int, int]]) -> Tensor:
@@ -261,16 +242,12 @@ def local_params(module: nn.Module, shards: Shards, *, partial_grads: bool = Tru
     Raises:
         ShapeError: a parameter has another shape than its local shard.
     """
-    params = []
-    dtensors = []
+    params = [getattr(module, name) for name in shards]
+    dtensors = [param for param in params if isinstance(param, DTensor)]
     grad_placements = []
-    for name in shards:
-        param = getattr(module, name)
-        params.append(param)
-        if isinstance(param, DTensor):
-            dtensors.append(param)
-            placements = param.placements
-            grad_placements.append(PARTIAL if partial_grads and placements == REPLICATED else placements)
+    for param in dtensors:
+        is_partial = partial_grads and param.placements == REPLICATED
+        grad_placements.append(PARTIAL if is_partial else param.placements)
     # One call for all DTensors: a to_local() for each costs a quarter of the step of a small layer.
     local_tensors = iter(to_local_parameters(dtensors, grad_placements) if dtensors else ())
     result = []
@@ -313,11 +290,10 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
         x: the activation. It is returned unchanged if autocast would not cast it.
     """
     device = x.device.type
-    if device == "meta" or x.dtype == torch.float64 or not x.is_floating_point():
-        return x
-    if not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    can_cast = x.is_floating_point() and x.dtype != torch.float64 and device != "meta"
+    if can_cast and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 def to_output_layout(module: Any, y: Tensor) -> Tensor:

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import replace_parameters
+from namedmesh.tensor_parallel.base_styles import Style
 from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region, reduce_from_tp_region
 from namedmesh.tensor_parallel.layers import local_params, shard_shapes
 from namedmesh.tensor_parallel.styles import shard_parameters
 
 
-class LocalParameters(ParallelStyle):
+class LocalParameters(Style):
     """Run a module's forward on the local tensors of its own parameters.
 
     For a norm over the features of each head or over a rank's tokens (the weight is replicated), or
@@ -45,7 +45,7 @@ class LocalParameters(ParallelStyle):
         super().__init__()
         self.placements = placements
 
-    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  as for the other styles
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return the placement of each parameter that the module itself owns.
 
         Args:
@@ -115,18 +115,12 @@ class LocalForward:
     ) -> None:
         self.module = module
         self.original = module.forward
-        self.names = tuple(names)
         self.block_dims = dict(block_dims or {})
-        self.shards = shard_shapes(module, self.names)
-        inner = self.original
-        while isinstance(inner, LocalForward):
-            # Several styles may be applied to one module: experts are sharded over etp, and then
-            # over ep. The inner forward gets parameters that are sharded over both.
-            shapes = {}
-            for name, shape in inner.shards.items():
-                shapes[name] = self.shards.get(name, shape)
-            inner.shards = shapes
-            inner = inner.original
+        self.shards = shard_shapes(module, names)
+        if isinstance(self.original, LocalForward):
+            # Experts may be sharded over etp, and then over ep. This forward replaces the other.
+            self.block_dims |= self.original.block_dims
+            self.original = self.original.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the module's own forward on local tensors.
@@ -134,9 +128,8 @@ class LocalForward:
         Raises:
             ShapeError: a parameter has another shape than the local shard.
         """
-        shards = local_params(self.module, self.shards)
         params = {}
-        for name, shard in zip(self.names, shards, strict=True):
+        for name, shard in zip(self.shards, local_params(self.module, self.shards), strict=True):
             params[name] = self.local_param(name, shard)
         with replace_parameters(self.module, params):
             return self.original(*args, **kwargs)
@@ -152,18 +145,18 @@ class LocalForward:
         return shard if dim is None else shard.flatten(dim, dim + 1)
 
 
-class NoParallel(ParallelStyle):
+class NoParallel(Style):
     """Leave a module replicated and unchanged.
 
     Use it in a plan for a module that computes the same on every rank, such as the router of a
     mixture of experts. It makes no DTensors and does not communicate.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  its signature
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return module
 
 
-class AllReduceOutput(ParallelStyle):
+class AllReduceOutput(Style):
     """All-reduce the output of a module, which is partial on each rank.
 
     All parameters inside must be sharded: a replicated one, such as a bias, would count once per
@@ -193,7 +186,7 @@ def reduce_output(group: Group, _module: nn.Module, _args: Any, output: Tensor) 
     return reduce_from_tp_region(output, group)
 
 
-class AllReduceOutputGradient(ParallelStyle):
+class AllReduceOutputGradient(Style):
     """All-reduce the gradient of some output features of a replicated module.
 
     For a replicated projection whose output each rank uses in part, outside of a column layer. The
@@ -216,7 +209,7 @@ class AllReduceOutputGradient(ParallelStyle):
         super().__init__()
         self.features = features
 
-    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return the reasons why this style cannot be applied to a module (empty if it can).
 
         Args:

@@ -6,26 +6,25 @@ styles, one module at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import accept_mixed_lists
 from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.tensor_parallel.collectives import check_divides
 from namedmesh.tensor_parallel.gradients import (
     install_optimizer_step_hook,
     register_gradient_check,
     register_token_check,
 )
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
-from namedmesh.tensor_parallel.plan_entries import LAYER_STYLES, Plan, PlanEntry
+from namedmesh.tensor_parallel.plan_entries import Plan, format_placement
 
 
 def parallelize(
@@ -78,73 +77,126 @@ def parallelize(
     mesh = one_axis(mesh, "tp", "parallelize")
     entries, ties = resolve_plan(model, mesh.size(), plan, must_divide, strict=strict)
     for entry in entries:
-        applied = _apply_style(entry, mesh, src_data_rank)
+        # Some of torch's styles forget that a parameter is frozen.
+        frozen = [name for name, param in entry.module.named_parameters() if not param.requires_grad]
+        # One call for each module: with a dict, torch drops src_data_rank at the name "".
+        applied = parallelize_module(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
+        for name in frozen:
+            applied.get_parameter(name).requires_grad_(False)
         if entry.module is model:
             model = applied
     # Each slot of a tied parameter has got a DTensor of its own.
     for (first_module, first_name), *others in ties:
         for module, name in others:
             module.register_parameter(name, first_module.get_parameter(first_name))
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
-            _disable_fused_encoder(module)
-    # Ranks with different tokens, as in expert parallelism, have different gradients of everything.
-    same_data = not any(hasattr(entry.style, "ranks_have_own_data") for entry in entries)
-    if check_gradients and same_data:
-        register_gradient_check(model, mesh)
-    elif check_gradients:
-        register_token_check(model, mesh)
+    _disable_fused_encoders(model)
+    if check_gradients:
+        # Ranks with different tokens, as in expert parallelism, have different gradients of everything.
+        if any(entry.style.ranks_have_own_data for entry in entries):
+            register_token_check(model, mesh)
+        else:
+            register_gradient_check(model, mesh)
     install_optimizer_step_hook()
     accept_mixed_lists()
     return model
 
 
-def _apply_style(entry: PlanEntry, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
-    """Apply the style of one module, and return the module or its replacement."""
-    module = entry.module
-    style: Any = entry.style
-    fast_path_class = getattr(style, "fast_path_class", None)
-    takes_fast_path = fast_path_class is not None and fast_path_class(module) is not None
-    if isinstance(style, LAYER_STYLES) and not takes_fast_path:
-        hook = partial(_check_output_divides, style.output_layouts[0], mesh.size())
-        module.register_forward_hook(hook)
-    # Some of torch's styles forget that a parameter is frozen.
-    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    # One call for each module: with a dict, torch drops src_data_rank at the name "".
-    applied = parallelize_module(module, mesh, style, src_data_rank=src_data_rank)
-    for name in frozen:
-        applied.get_parameter(name).requires_grad_(False)
-    return applied
+def _disable_fused_encoders(model: nn.Module) -> None:
+    """Make torch's encoders call their layers in evaluation.
 
-
-def _check_output_divides(
-    layout: Placement, tp_size: int, _module: nn.Module, _args: Any, output: Any
-) -> None:
-    """Raise a ShapeError if torch's style would split an activation into unequal shards.
-
-    A forward hook that runs before the hook of torch's style, in which the output is still a
-    DTensor. The collective of unequal shards would end the process.
+    Their fused kernel would read the weights of the layers, and expects them unsharded.
     """
-    if not isinstance(layout, Shard):
-        return
-    is_split_already = output.placements[0] in {layout, Shard(layout.dim % output.ndim)}
-    if not is_split_already:
-        check_divides(output.shape, layout.dim, tp_size)
-
-
-def _disable_fused_encoder(module: nn.Module) -> None:
-    """Make torch's encoder call its sharded layers in evaluation.
-
-    Its fused kernel would read the weights of the layers instead, and expects them unsharded.
-    """
-    if not any(isinstance(param, DTensor) for param in module.parameters()):
-        return
-    if isinstance(module, nn.TransformerEncoder):
-        module.use_nested_tensor = False
-    else:
-        # torch does not use the fused kernel if a module has a hook.
-        module.register_forward_pre_hook(_do_nothing)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            # torch does not use the fused kernel if a module has a hook.
+            module.register_forward_pre_hook(_do_nothing)
 
 
 def _do_nothing(_module: nn.Module, _args: Any) -> None:
-    """Do nothing: a forward pre-hook whose presence disables the fused kernel."""
+    """Do nothing: a forward pre-hook whose presence disables the fused encoder."""
+
+
+# --- the report ---------------------------------------------------------------------------------
+
+
+def plan_report(
+    model: nn.Module,
+    mesh_or_tp_size: AxisMesh | int,
+    plan: Plan,
+    *,
+    must_divide: Mapping[str, int] | None = None,
+    strict: bool = True,
+) -> str:
+    """Return a table of the placements that ``parallelize`` would give to the parameters.
+
+    It does not change the model, which may be on the meta device, and does not communicate.
+
+    Args:
+        model: the model, not parallelized.
+        mesh_or_tp_size: the mesh that ``parallelize`` would get, or only the number of its ranks.
+        plan: as for :func:`parallelize`.
+        must_divide: as for :func:`parallelize`.
+        strict: as for :func:`parallelize`.
+
+    Returns:
+        A line for each parameter, with its global and its local shape, and the number of parameters
+        on each rank. Layers whose names differ only in a number share a line.
+
+    Raises:
+        PlanError: the error that ``parallelize`` would raise.
+    """
+    tp_size = mesh_or_tp_size
+    if not isinstance(tp_size, int):
+        tp_size = one_axis(tp_size, "tp", "plan_report").size()
+    entries, _ = resolve_plan(model, tp_size, plan, must_divide, strict=strict)
+    rows = [("module", "style", "parameter", "placement", "global", "local")]
+    local_numels: dict[nn.Parameter, int] = {}
+    for entry in entries:
+        module_cells = (entry.fqn or "(model)", entry.style.name)
+        placed = list(entry.iter_placements(tp_size))
+        if not placed:
+            rows.append((*module_cells, "", "", "", ""))
+        for name, param, placement in placed:
+            local_shape = list(param.shape)
+            if isinstance(placement, Shard):
+                local_shape[placement.dim] //= tp_size
+            local_numels[param] = prod(local_shape)
+            shapes = (_format_shape(param.shape), _format_shape(local_shape))
+            rows.append((*module_cells, name, format_placement(placement), *shapes))
+    # Tied parameters count once: named_parameters() lists them under their first name only.
+    total = 0
+    per_rank = 0
+    for fqn, param in model.named_parameters():
+        total += param.numel()
+        per_rank += local_numels.get(param, param.numel())
+        if param not in local_numels:
+            shape = _format_shape(param.shape)
+            rows.append((fqn, "-", "", format_placement(None), shape, shape))
+    summary = f"{per_rank:,} of {total:,} parameters on each of {tp_size} ranks"
+    if tp_size > 1:
+        # A replicated parameter counts tp_size times in the sum over the ranks, a sharded one once.
+        replicated = (per_rank * tp_size - total) // (tp_size - 1)
+        summary += f", {replicated:,} of them replicated"
+    return "\n".join([*_format_rows(rows), summary])
+
+
+def _format_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the lines of a table; modules that differ only in a number share a line."""
+    names_by_row: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, *cells in rows:
+        row = (re.sub(r"\b\d+\b", "*", name), *cells)
+        names_by_row[row].append(name)
+    merged = []
+    for row, names in names_by_row.items():
+        # A single module keeps its number.
+        merged.append(row if len(names) > 1 else (names[0], *row[1:]))
+    widths = [max(map(len, column)) for column in zip(*merged, strict=True)]
+    for row in merged:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+
+
+def _format_shape(shape: Sequence[int]) -> str:
+    """Format a shape, such as ``64x32``."""
+    return "x".join(map(str, shape))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,15 +20,9 @@ from torch.nn.parameter import is_lazy
 from namedmesh._torch import has_hooks
 from namedmesh.errors import PlanError, format_items
 from namedmesh.sharding import is_tp_shard
-from namedmesh.tensor_parallel.plan_entries import (
-    LAYER_STYLES,
-    Plan,
-    PlanEntry,
-    compute_placements,
-    format_placement,
-    iter_placements,
-    match_plan,
-)
+from namedmesh.tensor_parallel.base_styles import TorchStyle
+from namedmesh.tensor_parallel.plan_entries import Plan, PlanEntry, format_placement, match_plan
+from namedmesh.tensor_parallel.styles import KeyValueParallel
 
 ParamSlot: TypeAlias = "tuple[nn.Module, str]"
 """A module, and a name under which it registers a parameter."""
@@ -61,11 +55,15 @@ def resolve_plan(
     entries, problems = match_plan(model, plan, strict=strict)
     # The same problem in many layers is one message that lists them.
     names_by_problem: dict[str, list[str]] = defaultdict(list)
+    placements: dict[ParamSlot, Placement] = {}
     for entry in entries:
         for problem in _check_entry(entry, tp_size):
             names_by_problem[problem].append(entry.fqn or "the model")
-    placements = _index_placements(entries, tp_size)
+        for name, _, placement in entry.iter_placements(tp_size):
+            child, _, own_name = name.rpartition(".")
+            placements[entry.module.get_submodule(child), own_name] = placement
     if tp_size > 1:
+        problems.extend(_check_summed_modules(entries, placements))
         for fqn, problem in _check_blocks(model, entries, placements):
             names_by_problem[problem].append(fqn)
     for name, value in (must_divide or {}).items():
@@ -76,8 +74,6 @@ def resolve_plan(
         problems.append(f"{format_items(names, 3)}: {problem}")
     ties = _find_ties(model)
     problems.extend(_check_ties(model, placements, ties))
-    if tp_size > 1:
-        problems.extend(_check_summed_modules(entries, placements))
     if problems:
         raise PlanError(*problems)
     return entries, ties
@@ -88,32 +84,25 @@ def resolve_plan(
 
 def _check_entry(entry: PlanEntry, tp_size: int) -> list[str]:
     """Return the reasons why a style cannot be applied to its module (empty if it can)."""
-    style = entry.style
-    if isinstance(style, LAYER_STYLES) and not isinstance(entry.module, nn.Linear | nn.Embedding):
-        got = f"{type(style).__name__} fits nn.Linear and nn.Embedding, not {type(entry.module).__name__}"
-        return [
-            f"{got}; use SequenceParallel for a norm, or name the linear inside (base_layer of an adapter)"
-        ]
-    placements = compute_placements(entry, tp_size)
+    placements = entry.style.layout(entry.module, tp_size)
     if placements and isinstance(entry.module, NonDynamicallyQuantizableLinear):
         remedy = "leave it out, or write the attention with linears of its own"
         return [f"nn.MultiheadAttention reads the weight of its out_proj without calling it; {remedy}"]
-    problems: list[str] = []
-    if hasattr(style, "problems"):
-        problems.extend(style.problems(entry.module, tp_size))
-    problems.extend(_check_placements(entry, tp_size))
-    # The sizes of parameters can be checked only if the placements are valid.
-    return problems or _check_params(entry, tp_size)
+    # Each check presumes the ones before it: sizes can be checked if the placements are valid.
+    return (
+        entry.style.problems(entry.module, tp_size)
+        or list(_check_placements(entry, placements))
+        or _check_params(entry, tp_size)
+    )
 
 
-def _check_placements(entry: PlanEntry, tp_size: int) -> Iterator[str]:
+def _check_placements(entry: PlanEntry, placements: Mapping[str, Placement]) -> Iterator[str]:
     """Yield the reasons why a style's placements are not valid, whatever the parameter sizes."""
     params = dict(entry.module.named_parameters(remove_duplicate=False))
-    for name, placement in compute_placements(entry, tp_size).items():
+    for name, placement in placements.items():
         if name not in params:
-            got = f"{type(entry.style).__name__} names {name!r}, but {type(entry.module).__name__} owns"
-            remedy = "name its own parameters, and remove a parametrization such as weight_norm first"
-            yield f"{got} {tuple(params)}; {remedy}"
+            got = f"{entry.style.name} names {name!r}, but {type(entry.module).__name__} owns {tuple(params)}"
+            yield f"{got}; name its own parameters, and remove a parametrization such as weight_norm first"
         elif is_lazy(params[name]):
             yield f"{name} has no shape yet; run a forward first, which initializes a lazy module"
         elif isinstance(placement, Shard):
@@ -129,9 +118,8 @@ def _check_placements(entry: PlanEntry, tp_size: int) -> Iterator[str]:
 def _check_params(entry: PlanEntry, tp_size: int) -> list[str]:
     """Return the reasons why parameters cannot be sharded over the ranks (empty if they can)."""
     problems = []
-    for name, param, placement in iter_placements(entry, tp_size):
-        # Only expert parallelism shards a parameter that is sharded over another axis already.
-        if isinstance(param, DTensor) and not hasattr(entry.style, "takes_distributed"):
+    for name, param, placement in entry.iter_placements(tp_size):
+        if isinstance(param, DTensor) and not entry.style.takes_distributed:
             remedy = "parallelize a model once, and before fully_shard"
             return [f"already parallelized ({name} is a DTensor); {remedy}"]
         if has_hooks(param):
@@ -143,12 +131,10 @@ def _check_params(entry: PlanEntry, tp_size: int) -> list[str]:
             continue
         size = param.shape[placement.dim]
         # Each rank gets a shard of every block of a fused parameter.
-        blocks = getattr(entry.style, "fused", {}).get(name, 1)
+        blocks = entry.style.fused.get(name, 1)
         unit = tp_size * blocks
         if size % unit:
-            divisor = f"the tp size {tp_size}"
-            if blocks > 1:
-                divisor = f"{blocks} times {divisor}"
+            divisor = f"the tp size {tp_size}" if blocks == 1 else f"{blocks} times the tp size {tp_size}"
             got = f"dim {placement.dim} of {name} {size} is not divisible by {divisor}"
             problems.append(f"{got}; pad it to {-(-size // unit) * unit}")
     return problems
@@ -157,142 +143,114 @@ def _check_params(entry: PlanEntry, tp_size: int) -> list[str]:
 # --- column and row layers that must fit each other ---------------------------------------------
 
 
-class _Block(NamedTuple):
-    """A module in which column-parallel layers feed row-parallel layers.
-
-    Attributes:
-        fqn: the name of the module.
-        columns: the column-parallel linears inside of it, but not inside of an inner block.
-        rows: the row-parallel linears inside of it, but not inside of an inner block.
-        all_columns: all column-parallel linears inside of it.
-    """
-
-    fqn: str
-    columns: list[PlanEntry]
-    rows: list[PlanEntry]
-    all_columns: list[PlanEntry]
-
-
 def _check_blocks(
     model: nn.Module, entries: Sequence[PlanEntry], placements: Mapping[ParamSlot, Placement]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the column and row layers whose numbers of features do not fit each other.
+    """Yield the layers whose numbers of features do not fit the layers of the same block.
 
-    A column layer with more output features than the row layers take is a fused linear (q|k|v,
-    gate|up). The shapes of its local shards fit nevertheless, and all ranks agree on the wrong
-    gradients. Only a fused linear that is interleaved per head can be sharded as it is. A norm over
-    the features that a column layer computes would normalize the local shard.
+    A block is the innermost module that contains a row layer together with column layers. Its
+    column layers feed its row layers. A column layer with more output features than the row layers
+    take is a fused linear (q|k|v, gate|up). The shapes of its local shards fit nevertheless, and
+    all ranks agree on the wrong gradients. Only a fused linear that is interleaved per head can be
+    sharded as it is.
 
     Yields:
         The name of the layer, and the problem.
     """
+    columns_inside = _find_linears_inside(entries, is_column=True)
+    rows_inside = _find_linears_inside(entries, is_column=False)
+    blocks: dict[str, list[PlanEntry]] = defaultdict(list)
+    for row in rows_inside.get("", ()):
+        parent = _find_parent(row.fqn, columns_inside)
+        if parent is not None:
+            blocks[parent].append(row)
+    fused: set[str] = set()
     order = {module: position for position, module in enumerate(model.modules())}
-    for block in _find_blocks(entries):
-        yield from _find_sharded_norms(block, model.get_submodule(block.fqn), placements)
-        fused = _find_fused_columns(block, order)
-        yield from fused
-        if fused:
-            continue  # The row layers would be reported for the same reason.
-        outputs = {_count_features(column, "out_features") for column in block.all_columns}
-        if any(map(_has_head_count, block.all_columns)):
-            continue  # The outputs may be arranged in any way that keeps heads together.
-        for row in block.rows:
+    for column in columns_inside.get("", ()):
+        parent = _find_parent(column.fqn, rows_inside)
+        if parent is None or parent not in blocks:
+            continue  # The rows inside of the parent are all in inner blocks.
+        rows = blocks[parent]
+        inputs = {_count_features(row, "in_features") for row in rows}
+        features = _count_features(column, "out_features")
+        # Keys and values may have fewer heads than queries. The output of a column layer behind all
+        # row layers, such as an output head, does not go into a row layer.
+        feeds_rows = any(order[row.module] > order[column.module] for row in rows)
+        if feeds_rows and column.style.heads is None and all(size % features for size in inputs):
+            fused.add(parent)
+            got = f"has {features} output features, but the row layers of its block take"
+            remedy = (
+                "it is a fused linear (q|k|v, gate|up); split it with split_linear, or use "
+                "ColwiseParallel(heads=...) if it is interleaved per head"
+            )
+            yield column.fqn, f"{got} {format_items(sorted(inputs), 4)}: {remedy}"
+    for block, rows in blocks.items():
+        columns = columns_inside[block]
+        yield from _find_sharded_norms(block, model.get_submodule(block), columns, placements)
+        # The row layers would be reported for the same reason as a fused layer. If heads are kept
+        # together, the outputs may be arranged in any way.
+        if block in fused or any(column.style.heads for column in columns):
+            continue
+        outputs = {_count_features(column, "out_features") for column in columns}
+        for row in rows:
             features = _count_features(row, "in_features")
             if features not in outputs:
                 got = f"takes {features} features, which no column layer of its block computes"
                 yield row.fqn, f"{got}; name the layer that computes them"
 
 
-def _find_fused_columns(block: _Block, order: Mapping[nn.Module, int]) -> list[tuple[str, str]]:
-    """Return the names of the fused column layers of a block, each with the problem."""
-    inputs = {_count_features(row, "in_features") for row in block.rows}
-    last_row = max(order[row.module] for row in block.rows)
-    problems = []
-    for column in block.columns:
-        features = _count_features(column, "out_features")
-        # Keys and values may have fewer heads than queries.
-        fits = any(size % features == 0 for size in inputs)
-        # The output of a column layer behind all row layers, such as an output head, does not go
-        # into a row layer.
-        if fits or _has_head_count(column) or order[column.module] > last_row:
-            continue
-        got = f"has {features} output features, but the row layers of its block take"
-        why = "it is a fused linear (q|k|v, gate|up)"
-        remedy = "split it with split_linear, or use ColwiseParallel(heads=...) if it is interleaved per head"
-        problems.append((column.fqn, f"{got} {format_items(sorted(inputs), 4)}: {why}; {remedy}"))
-    return problems
-
-
 def _find_sharded_norms(
-    block: _Block, parent: nn.Module, placements: Mapping[ParamSlot, Placement]
+    block: str,
+    parent: nn.Module,
+    columns: Sequence[PlanEntry],
+    placements: Mapping[ParamSlot, Placement],
 ) -> Iterator[tuple[str, str]]:
-    """Yield the norms of a block over all features that a column layer computes.
+    """Yield the norms of a block that would normalize a shard of a column layer's features.
 
     Only the features tell which tensor a norm gets. If a column layer also takes as many, it may be
     a norm in front of that layer. With one kv head, it may be the norm of each head.
     """
-    columns = [column for column in block.all_columns if not hasattr(column.style, "kv_heads")]
-    sharded = {_count_features(column, "out_features") for column in columns}
-    sharded -= {_count_features(column, "in_features") for column in block.all_columns}
+    sharded = set()
+    for column in columns:
+        if not isinstance(column.style, KeyValueParallel):
+            sharded.add(_count_features(column, "out_features"))
+    sharded -= {_count_features(column, "in_features") for column in columns}
     # A norm within another module, such as an indexer of keys, gets a tensor of that module.
     for name, norm in parent.named_children():
-        fqn = f"{block.fqn}.{name}".removeprefix(".")
         if isinstance(norm, nn.GroupNorm):
             features = norm.num_channels
         elif isinstance(norm, nn.LayerNorm | nn.RMSNorm):
             features = norm.normalized_shape[-1]
         else:
             continue
-        is_local = isinstance(placements.get((norm, "weight")), Shard)
-        if features in sharded and not is_local:
+        if features in sharded and not isinstance(placements.get((norm, "weight")), Shard):
             got = f"normalizes over {features} features of a column layer, of which each rank has a shard"
             remedy = "norm each head, shard a GroupNorm with LocalParameters, or gather the features first"
-            yield fqn, f"{got}; {remedy}"
+            yield f"{block}.{name}".removeprefix("."), f"{got}; {remedy}"
 
 
-def _find_blocks(entries: Sequence[PlanEntry]) -> list[_Block]:
-    """Return the innermost modules with both column-parallel and row-parallel linears."""
-    columns = []
-    rows = []
+def _find_linears_inside(entries: Sequence[PlanEntry], *, is_column: bool) -> dict[str, list[PlanEntry]]:
+    """Return the linears inside of each module that compute, or take, sharded features."""
+    inside: dict[str, list[PlanEntry]] = defaultdict(list)
     for entry in entries:
-        style: Any = entry.style
-        is_column = isinstance(style, torch_styles.ColwiseParallel)
-        if is_column and _shards_features(entry.module, style.output_layouts[0]):
-            columns.append(entry)
-        is_row = isinstance(style, torch_styles.RowwiseParallel)
-        if is_row and _shards_features(entry.module, style.input_layouts[0]):
-            rows.append(entry)
-    columns_inside = _group_by_parent(columns)
-    rows_inside = _group_by_parent(rows)
-    blocks: dict[str, _Block] = {}
-    for row in rows:
-        parent = _find_parent(row.fqn, columns_inside)
-        if parent is not None:
-            block = blocks.setdefault(parent, _Block(parent, [], [], columns_inside[parent]))
-            block.rows.append(row)
-    for column in columns:
-        parent = _find_parent(column.fqn, rows_inside)
-        # The rows inside of the parent may all be in inner blocks. It is no block then.
-        if parent is not None and parent in blocks:
-            blocks[parent].columns.append(column)
-    return list(blocks.values())
+        style = entry.style.style if isinstance(entry.style, TorchStyle) else entry.style
+        if is_column and isinstance(style, torch_styles.ColwiseParallel):
+            layout = style.output_layouts[0]
+        elif not is_column and isinstance(style, torch_styles.RowwiseParallel):
+            layout = style.input_layouts[0]
+        else:
+            continue
+        # Activations usually have the dims batch, sequence and features.
+        shards_features = isinstance(layout, Shard) and layout.dim in {-1, 2}
+        if isinstance(entry.module, nn.Linear) and shards_features:
+            for parent in _iter_parents(entry.fqn):
+                inside[parent].append(entry)
+    return inside
 
 
-def _group_by_parent(entries: Sequence[PlanEntry]) -> dict[str, list[PlanEntry]]:
-    """Return by the name of a module the plan entries for modules inside of it."""
-    entries_inside: dict[str, list[PlanEntry]] = defaultdict(list)
-    for entry in entries:
-        for parent in _iter_parents(entry.fqn):
-            entries_inside[parent].append(entry)
-    return entries_inside
-
-
-def _find_parent(fqn: str, candidates: Mapping[str, Any]) -> str | None:
+def _find_parent(fqn: str, candidates: Mapping[str, object]) -> str | None:
     """Return the innermost module around ``fqn`` that is a candidate; None if none is."""
-    for parent in _iter_parents(fqn):
-        if parent in candidates:
-            return parent
-    return None
+    return next((parent for parent in _iter_parents(fqn) if parent in candidates), None)
 
 
 def _iter_parents(fqn: str) -> Iterator[str]:
@@ -302,22 +260,10 @@ def _iter_parents(fqn: str) -> Iterator[str]:
         yield fqn
 
 
-def _shards_features(module: nn.Module, layout: Placement) -> bool:
-    """Return whether a layout leaves each rank a shard of the features of a linear."""
-    # Activations usually have the dims batch, sequence and features.
-    return isinstance(module, nn.Linear) and isinstance(layout, Shard) and layout.dim in {-1, 2}
-
-
 def _count_features(entry: PlanEntry, attribute: str) -> int:
     """Return ``in_features`` or ``out_features`` of a linear."""
     number: int = getattr(entry.module, attribute)
     return number
-
-
-def _has_head_count(entry: PlanEntry) -> bool:
-    """Return whether the style of a column layer states its number of heads."""
-    style: Any = entry.style
-    return bool(getattr(style, "heads", None) or getattr(style, "kv_heads", None))
 
 
 # --- outputs that are summed over the ranks -----------------------------------------------------
@@ -328,35 +274,24 @@ def _check_summed_modules(
 ) -> Iterator[str]:
     """Yield a problem for each all-reduced output that contains a replicated parameter."""
     for entry in entries:
-        if not hasattr(entry.style, "sums_ranks"):
+        if not entry.style.sums_ranks:
             continue
         replicated = []
         for fqn, module in entry.module.named_modules(prefix=entry.fqn):
             for name, param in module.named_parameters(recurse=False):
                 # It may have been sharded before: over another axis, or by hand.
-                own = getattr(param, "placements", ())
-                is_sharded = is_tp_shard(param) or any(isinstance(p, Shard) for p in own)
-                if not is_sharded and not isinstance(placements.get((module, name)), Shard):
+                own = (*getattr(param, "placements", ()), placements.get((module, name)))
+                if not is_tp_shard(param) and not any(isinstance(p, Shard) for p in own):
                     replicated.append(f"{fqn}.{name}".removeprefix("."))
         if replicated:
             yield (
-                f"{entry.fqn or 'the model'}: {type(entry.style).__name__} sums the output over "
+                f"{entry.fqn or 'the model'}: {entry.style.name} sums the output over "
                 f"the ranks, where {format_items(replicated, 4)} would count once per rank; shard "
                 "them, or move them out of the module"
             )
 
 
 # --- tied parameters ----------------------------------------------------------------------------
-
-
-def _index_placements(entries: Sequence[PlanEntry], tp_size: int) -> dict[ParamSlot, Placement]:
-    """Return the placement that the plan gives to each parameter, by its slot."""
-    placements: dict[ParamSlot, Placement] = {}
-    for entry in entries:
-        for name, _, placement in iter_placements(entry, tp_size):
-            child, _, own_name = name.rpartition(".")
-            placements[entry.module.get_submodule(child), own_name] = placement
-    return placements
 
 
 def _find_ties(model: nn.Module) -> list[list[ParamSlot]]:

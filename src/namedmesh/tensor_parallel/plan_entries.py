@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh.errors import did_you_mean, format_items
-from namedmesh.tensor_parallel.styles import layer_placements
+from namedmesh.tensor_parallel.base_styles import Style, TorchStyle
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 """A style for the model itself, or a style for each name, or pattern of names, of modules."""
-
-LAYER_STYLES = (torch_styles.ColwiseParallel, torch_styles.RowwiseParallel)
-"""The styles for linears and embeddings: torch's own, and the subclasses of namedmesh."""
 
 
 class PlanEntry(NamedTuple):
@@ -39,8 +35,19 @@ class PlanEntry(NamedTuple):
 
     fqn: str
     module: nn.Module
-    style: ParallelStyle
+    style: Style
     key: str
+
+    def iter_placements(self, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Placement]]:
+        """Yield the name, parameter and placement of each parameter that the style replaces.
+
+        Args:
+            tp_size: the number of ranks.
+        """
+        placements = self.style.layout(self.module, tp_size)
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            if name in placements:
+                yield name, param, placements[name]
 
 
 def match_plan(model: nn.Module, plan: Any, *, strict: bool) -> tuple[list[PlanEntry], list[str]]:
@@ -61,7 +68,6 @@ def match_plan(model: nn.Module, plan: Any, *, strict: bool) -> tuple[list[PlanE
         return [], [f"{got} ({type(plan).__name__}); write {{'layers.*.up': ColwiseParallel()}}"]
     # A module that is registered under several names can be matched by each of them.
     modules = dict(model.named_modules(remove_duplicate=False))
-    children = _index_children(modules)
     problems: list[str] = []
     entries: dict[nn.Module, PlanEntry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -73,12 +79,13 @@ def match_plan(model: nn.Module, plan: Any, *, strict: bool) -> tuple[list[PlanE
         if not isinstance(style, ParallelStyle):
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel()")
             continue
-        fqns = _find_modules(children, key)
+        fqns = _find_modules(modules, key)
         if not fqns and strict:
             problems.append(_format_unmatched_key(key, modules))
         for fqn in fqns:
             module = modules[fqn]
-            entry = entries.setdefault(module, PlanEntry(fqn, module, style, key))
+            known_style = style if isinstance(style, Style) else TorchStyle(style)
+            entry = entries.setdefault(module, PlanEntry(fqn, module, known_style, key))
             # The same key may match a module under two names.
             if entry.key != key:
                 clashes[entry.key, key].append(fqn)
@@ -89,39 +96,12 @@ def match_plan(model: nn.Module, plan: Any, *, strict: bool) -> tuple[list[PlanE
     return list(entries.values()), problems
 
 
-def _index_children(fqns: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the names of the children of each module, by the last token of the name."""
-    children: dict[str, dict[str, str]] = defaultdict(dict)
-    for fqn in fqns:
-        if fqn:
-            parent, _, token = fqn.rpartition(".")
-            children[parent][token] = fqn
-    return children
-
-
-def _find_modules(children: Mapping[str, Mapping[str, str]], key: str) -> list[str]:
-    """Return the names of the modules that a key matches.
-
-    It goes down one level of the model for each token of the key. To compare every key with every
-    name would take time that is quadratic in the number of layers.
-    """
-    if not key:
-        return [""]
-    fqns = [""]
-    for pattern in key.split("."):
-        is_wildcard = any(character in pattern for character in "*?[")
-        matched: list[str] = []
-        for fqn in fqns:
-            names = children.get(fqn, {})
-            if not is_wildcard:
-                if pattern in names:
-                    matched.append(names[pattern])
-                continue
-            for token, child in names.items():
-                if fnmatchcase(token, pattern):
-                    matched.append(child)
-        fqns = matched
-    return fqns
+def _find_modules(modules: Mapping[str, nn.Module], key: str) -> list[str]:
+    """Return the names of the modules that a key matches."""
+    # Only a pattern is compared with all names: a large model may have a key for each of its layers.
+    if not any(character in key for character in "*?["):
+        return [key] if key in modules else []
+    return [fqn for fqn in modules if key_matches(key, fqn)]
 
 
 def _format_unmatched_key(key: str, modules: Mapping[str, nn.Module]) -> str:
@@ -148,44 +128,6 @@ def key_matches(key: str, fqn: str) -> bool:
     return len(patterns) == len(tokens) and all(map(fnmatchcase, tokens, patterns))
 
 
-def compute_placements(entry: PlanEntry, tp_size: int) -> dict[str, Placement]:
-    """Return the placements that a style gives to the parameters of its module, by name.
-
-    They may name parameters that do not exist. The result is empty for a style of torch's, or of a
-    third party, that does not state its placements before it is applied.
-
-    Args:
-        entry: the module and its style.
-        tp_size: the number of ranks.
-    """
-    style = entry.style
-    # The styles of namedmesh have this method. torch's base class does not.
-    if hasattr(style, "layout"):
-        placements: dict[str, Placement] = style.layout(entry.module, tp_size)
-        return placements
-    if isinstance(style, LAYER_STYLES):
-        return layer_placements(style, entry.module)
-    if isinstance(style, torch_styles.SequenceParallel):
-        return dict.fromkeys(dict(entry.module.named_parameters(remove_duplicate=False)), Replicate())
-    return {}
-
-
-def iter_placements(entry: PlanEntry, tp_size: int) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Yield the parameters that a style replaces with DTensors.
-
-    Args:
-        entry: the module and its style.
-        tp_size: the number of ranks.
-
-    Yields:
-        The name, the parameter and its placement.
-    """
-    placements = compute_placements(entry, tp_size)
-    for name, param in entry.module.named_parameters(remove_duplicate=False):
-        if name in placements:
-            yield name, param, placements[name]
-
-
 def format_placement(placement: Placement | None) -> str:
     """Format the placement of a parameter for a message or a table.
 
@@ -194,6 +136,4 @@ def format_placement(placement: Placement | None) -> str:
     """
     if placement is None:
         return "not in the plan"
-    if isinstance(placement, Shard):
-        return f"Shard({placement.dim})"
-    return "Replicate()"
+    return f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate()"

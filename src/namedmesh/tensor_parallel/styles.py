@@ -16,11 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_styles
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import RecomputedTensors, has_hooks, wrap_replicated
 from namedmesh.sizes import shared_heads
+from namedmesh.tensor_parallel.base_styles import (
+    Style,
+    check_before_split,
+    check_layer_type,
+    layer_placements,
+)
 from namedmesh.tensor_parallel.collectives import Group, all_gather, enter_tp_region
 from namedmesh.tensor_parallel.layers import (
     GATHERED_INPUT,
@@ -70,7 +75,7 @@ def replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
     module.register_parameter(name, new)
 
 
-class _FastPathMixin:
+class _LayerStyle(Style):
     """Adds a fast path on local tensors to a torch style.
 
     Unsupported modules and layouts fall back to torch's DTensor path.
@@ -87,19 +92,17 @@ class _FastPathMixin:
             module: the module.
             tp_size: the number of ranks.
         """
-        messages = []
+        messages = check_layer_type(self, module)
         for option in ("max_norm", "sparse", "scale_grad_by_freq"):
             value = vars(module).get(option)
             if value:
-                messages.append(
-                    f"{type(self).__name__} does not support {option}={value} of an embedding; remove it"
-                )
+                messages.append(f"{self.name} does not support {option}={value} of an embedding; remove it")
         if self.heads and self.heads % tp_size:
             got = f"{self.heads} heads are not divisible by the tp size {tp_size}"
             messages.append(f"{got}; choose one that divides them")
         return messages
 
-    def layout(self: Any, module: nn.Module, tp_size: int) -> dict[str, Placement]:  # noqa: ARG002  subclasses use it
+    def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return the placement of each parameter of a module, by name.
 
         Args:
@@ -108,7 +111,7 @@ class _FastPathMixin:
         """
         return layer_placements(self, module)
 
-    def _partition_linear_fn(self: Any, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Shard the parameters of the module to which the style is applied."""
         # torch calls this for every submodule. In a subclass of nn.Linear with linears inside, its
         # own function would shard those too. Only the module itself has the name "".
@@ -118,7 +121,7 @@ class _FastPathMixin:
 
     _partition_embedding_fn = _partition_linear_fn
 
-    def fast_path_class(self: Any, module: nn.Module) -> type | None:
+    def fast_path_class(self, module: nn.Module) -> type | None:
         """Return the class to set on a module, whose forward computes on local tensors.
 
         Args:
@@ -127,34 +130,36 @@ class _FastPathMixin:
         Returns:
             The class; None if the module must take torch's DTensor path.
         """
-        # A forward that is set on the instance hides the one of a class. Hooks may expect torch's
-        # DTensors.
-        if "forward" in vars(module) or has_hooks(module):
-            return None
-        layer_class: type | None = self.supported_class(module)
-        return layer_class
+        raise NotImplementedError
 
     def _apply(self: Any, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        (input_layout,) = self.input_layouts
+        (output_layout,) = self.output_layouts
         layer_class = self.fast_path_class(module)
         if layer_class is None:
-            applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]  # torch's style
+            check_before_split(module, output_layout, device_mesh.size())
+            applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[safe-super]  # torch's style
             applied.register_forward_hook(_wait_for_output)
             return applied
         self._partition_linear_fn("", module, device_mesh)
         module.__class__ = layer_class
-        (input_layout,) = self.input_layouts
-        (output_layout,) = self.output_layouts
         module.layouts = LayerLayouts(
             group=Group.of(device_mesh),
             input_dim=getattr(input_layout, "dim", None),
             output_dim=getattr(output_layout, "dim", None),
             use_local_output=self.use_local_output,
         )
-        names = ["weight"]
-        if not issubclass(layer_class, nn.Embedding):
-            names.append("bias")
+        names = ["weight"] if isinstance(module, nn.Embedding) else ["weight", "bias"]
         module.shards = shard_shapes(module, names)
         return module  # type: ignore[no-any-return]  # with an attribute that no module has
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Return whether a module needs torch's path: hooks may expect DTensors.
+
+    A forward that is set on the instance hides the one of a class.
+    """
+    return "forward" in vars(module) or has_hooks(module)
 
 
 def _wait_for_output(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -166,7 +171,7 @@ def _wait_for_output(_module: nn.Module, _args: Any, output: Any) -> Any:
     return output
 
 
-class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
+class ColwiseParallel(_LayerStyle, torch_styles.ColwiseParallel):
     """Shard the output features of a linear, or the embedding dim of an embedding.
 
     Forward: identity, or all-gather of a sharded input; for a replicated output also all-gather of
@@ -191,8 +196,8 @@ class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
             with it.
     """
 
-    def supported_class(self, module: nn.Module) -> type | None:
-        """Return the fast-path class for the type of a module and the layouts of this style.
+    def fast_path_class(self, module: nn.Module) -> type | None:
+        """Return the class of the fast path for a module and the layouts of this style.
 
         Args:
             module: the module.
@@ -202,12 +207,15 @@ class ColwiseParallel(_FastPathMixin, torch_styles.ColwiseParallel):
         """
         (input_layout,) = self.input_layouts
         (output_layout,) = self.output_layouts
-        if type(module) is not nn.Linear or not isinstance(input_layout, Shard | Replicate):
-            return None
-        return ColumnLinear if output_layout in {Shard(-1), Replicate()} else None
+        supports_layouts = isinstance(input_layout, Shard | Replicate) and output_layout in {
+            Shard(-1),
+            Replicate(),
+        }
+        is_supported = type(module) is nn.Linear and supports_layouts and not _has_own_forward(module)
+        return ColumnLinear if is_supported else None
 
 
-class RowwiseParallel(_FastPathMixin, torch_styles.RowwiseParallel):
+class RowwiseParallel(_LayerStyle, torch_styles.RowwiseParallel):
     """Shard the input features of a linear, or the vocabulary of an embedding.
 
     Forward: all-reduce, or reduce-scatter, of the output. Backward: identity, or all-gather of the
@@ -225,8 +233,8 @@ class RowwiseParallel(_FastPathMixin, torch_styles.RowwiseParallel):
         use_local_output: as for :class:`ColwiseParallel`.
     """
 
-    def supported_class(self, module: nn.Module) -> type | None:
-        """Return the fast-path class for the type of a module and the layouts of this style.
+    def fast_path_class(self, module: nn.Module) -> type | None:
+        """Return the class of the fast path for a module and the layouts of this style.
 
         Args:
             module: the module.
@@ -237,33 +245,19 @@ class RowwiseParallel(_FastPathMixin, torch_styles.RowwiseParallel):
         layer_class = {nn.Linear: RowLinear, nn.Embedding: RowEmbedding}.get(type(module))
         (input_layout,) = self.input_layouts
         (output_layout,) = self.output_layouts
-        supports_input = input_layout in {Replicate(), Shard(-1)}
-        if isinstance(input_layout, Shard) and layer_class is RowEmbedding:
-            supports_input = True  # Ids can be sharded along any dim: they are all-gathered.
-        if not supports_input:
-            return None
-        if isinstance(output_layout, Shard):
-            return layer_class if output_layout.dim >= 0 else None
-        return layer_class if output_layout == Replicate() else None
+        # Ids can be sharded along any dim: they are all-gathered.
+        supports_input = input_layout in {Replicate(), Shard(-1)} or (
+            isinstance(input_layout, Shard) and layer_class is RowEmbedding
+        )
+        supports_output = output_layout == Replicate() or (
+            isinstance(output_layout, Shard) and output_layout.dim >= 0
+        )
+        if supports_input and supports_output and not _has_own_forward(module):
+            return layer_class
+        return None
 
 
-def layer_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
-    """Return the parameter placements of a linear or an embedding under a column or row style.
-
-    Args:
-        style: a column style, or else a row style; torch's own are accepted too.
-        module: the linear or the embedding.
-    """
-    is_column = isinstance(style, torch_styles.ColwiseParallel)
-    if isinstance(module, nn.Embedding):
-        return {"weight": Shard(1) if is_column else Shard(0)}
-    placements: dict[str, Placement] = {"weight": Shard(0) if is_column else Shard(1)}
-    if getattr(module, "bias", None) is not None:
-        placements["bias"] = Shard(0) if is_column else Replicate()
-    return placements
-
-
-class SharedInput(ParallelStyle):
+class SharedInput(Style):
     """All-gather a module's first input once for all column styles inside of the module.
 
     For an attention or a feed-forward module. The column styles inside keep their default input
@@ -293,7 +287,7 @@ class SharedInput(ParallelStyle):
         self.input_layouts = input_layouts or Replicate()
         self.reshard_after_forward = reshard_after_forward
 
-    def problems(self, module: nn.Module, tp_size: int) -> list[str]:  # noqa: ARG002  as for the other styles
+    def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return the reasons why this style cannot be applied to a module (empty if it can).
 
         Args:
@@ -322,7 +316,7 @@ def _share_input(  # noqa: PLR0917  a hook's
         if isinstance(x, DTensor):
             if x.placements == REPLICATED:
                 return x
-            # Shards of different sizes, and those of another dim, are gathered by DTensor.
+            # DTensor gathers shards of different sizes, and shards of another dim.
             if x.placements != (style.input_layouts,) or x.shape[dim] % group.size:
                 return x.redistribute(placements=REPLICATED)
             x = x.to_local()
@@ -367,7 +361,8 @@ class KeyValueParallel(ColwiseParallel):
     def __init__(
         self, query_heads: int, kv_heads: int | None = None, *, input_layouts: Placement | None = None
     ) -> None:
-        super().__init__(input_layouts=input_layouts)
+        # torch's style takes None for the default layout.
+        super().__init__(heads=kv_heads or query_heads, input_layouts=input_layouts)
         self.query_heads = query_heads
         self.kv_heads = kv_heads or query_heads
 
@@ -409,16 +404,7 @@ class KeyValueParallel(ColwiseParallel):
         tp_size = device_mesh.size()
         if self.kv_heads % tp_size == 0:
             return applied  # type: ignore[no-any-return]  # with an attribute that no module has
-        heads_by_rank = shared_heads(self.query_heads, self.kv_heads, tp_size)
+        heads = shared_heads(self.query_heads, self.kv_heads, tp_size)[device_mesh.get_local_rank()]
         width = len(applied.get_parameter("weight")) // self.kv_heads
-        rows: list[tuple[int, int]] = []
-        for head in heads_by_rank[device_mesh.get_local_rank()]:
-            start = head * width
-            if rows and sum(rows[-1]) == start:
-                # The head follows the one before it: both are one run of rows.
-                first, length = rows.pop()
-                rows.append((first, length + width))
-            else:
-                rows.append((start, width))
-        applied.rows = rows
+        applied.rows = [(head * width, width) for head in heads]
         return applied  # type: ignore[no-any-return]

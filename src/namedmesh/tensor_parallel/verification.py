@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._checks import digest
 from namedmesh._torch import all_gather_object, tree_leaves, tree_map
@@ -23,7 +22,7 @@ from namedmesh.errors import NamedMeshError, PlanError, format_count, format_ite
 from namedmesh.sharding import to_full
 from namedmesh.tensor_parallel.plan import parallelize
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
-from namedmesh.tensor_parallel.plan_entries import Plan
+from namedmesh.tensor_parallel.plan_entries import Plan, PlanEntry
 
 # A report of about 20 lines is read.
 _SHOWN_MISMATCHES = 15
@@ -37,8 +36,8 @@ class VerifyReport:
 
     Attributes:
         tp_size: the number of ranks.
-        compared: the names of all tensors: ``"output 0"``, ``"output 0 under no_grad"``,
-            ``"gradient of input 0"``, ``"gradient of layers.0.weight"``.
+        compared: the names of all tensors: ``"output 0"``, ``"gradient of input 0"``,
+            ``"gradient of layers.0.weight"``.
         mismatches: the name of each tensor that differs, and the differences on all ranks. It is
             the same on every rank.
         gathered: the outputs that the plan leaves sharded, such as logits over the vocabulary. Their
@@ -122,7 +121,7 @@ def verify(
     """
     mesh = one_axis(mesh, "tp", "verify")
     # Before the copies are made: a plan that does not fit needs no memory.
-    resolve_plan(model, mesh.size(), plan)
+    entries, _ = resolve_plan(model, mesh.size(), plan)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             raise PlanError(f"{name} is on the meta device or sharded; verify an unsharded model with values")
@@ -131,34 +130,46 @@ def verify(
     _broadcast_values(reference, arguments, mesh)
     # Without the comparison of gradients between ranks, which would raise at the first difference.
     sharded = parallelize(copy.deepcopy(reference), mesh, plan, check_gradients=False)
-    expected, _ = _run(reference, arguments, {}, mesh)
+    expected = _run(reference, arguments, mesh, _Results({}, {}, {}))
     try:
-        actual, gathered = _run(sharded, arguments, expected, mesh)
+        actual = _run(sharded, arguments, mesh, expected)
     except NamedMeshError:
         raise
     except Exception as error:
-        raise PlanError(_describe_failure(sharded, plan, error)) from error
+        raise PlanError(_describe_failure(sharded, entries, error)) from error
     # A gradient may consist of the rounding errors of terms that cancel out. They are small next to
     # the largest gradient.
-    largest = max((_max_abs(expected[name]) for name in expected if "gradient" in name), default=0.0)
-    rounding = 1e-13 * largest
+    gradients = [tensor for name, tensor in expected.tensors.items() if "gradient" in name]
+    rounding = 1e-13 * max(map(_max_abs, gradients), default=0.0)
     differences = {}
-    for name, tensor in (expected | actual).items():
+    for name, tensor in (expected.tensors | actual.tensors).items():
         # A tensor that only one of the models returns is compared with zeros.
         zeros = torch.zeros_like(tensor)
-        differences[name] = _describe_difference(
-            actual.get(name, zeros), expected.get(name, zeros), tolerance, rounding
-        )
-    reports = all_gather_object(mesh.get_group(), differences)
+        pair = (actual.tensors.get(name, zeros), expected.tensors.get(name, zeros))
+        differences[name] = _describe_difference(*pair, tolerance, rounding)
     mismatches = {}
+    reports = all_gather_object(mesh.get_group(), differences)
     for name in differences:
         texts = [report[name] for report in reports if report.get(name)]
         if texts:
             mismatches[name] = "; ".join(texts)
-    report = VerifyReport(mesh.size(), tuple(differences), mismatches, tuple(gathered))
-    if report.passed:
-        return report
-    return replace(report, first_wrong=_find_first_wrong(reference, sharded, arguments, mesh, tolerance))
+    gathered = tuple(name for name, dim in actual.dims.items() if dim is not None)
+    first_wrong = _find_first_wrong(sharded, expected, actual, mesh, tolerance) if mismatches else ""
+    return VerifyReport(mesh.size(), tuple(differences), mismatches, gathered, first_wrong)
+
+
+class _Results(NamedTuple):
+    """The results of a run of a model.
+
+    Attributes:
+        tensors: the outputs, and the gradients of inputs and parameters, as full tensors by name.
+        dims: the dim over which each output was sharded, before it was gathered.
+        layers: the first tensor that each module has returned, innermost first.
+    """
+
+    tensors: dict[str, Tensor]
+    dims: dict[str, int | None]
+    layers: dict[str, Tensor]
 
 
 def _broadcast_values(model: nn.Module, arguments: Any, mesh: DeviceMesh) -> None:
@@ -182,77 +193,72 @@ def _copy_argument(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     value = value.detach().clone()
-    if not value.is_floating_point():
-        return value
-    return value.double().requires_grad_()
+    return value.double().requires_grad_() if value.is_floating_point() else value
 
 
-def _run(
-    model: nn.Module, arguments: Any, expected: Mapping[str, Tensor], mesh: DeviceMesh
-) -> tuple[dict[str, Tensor], list[str]]:
+def _clone_tensor(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _run(model: nn.Module, arguments: Any, mesh: DeviceMesh, expected: _Results) -> _Results:
     """Run the forward and the backward of a model.
 
-    The backward starts at a sum of all outputs with fixed random weights.
+    The random numbers are the same in each run; afterwards the generators are restored. The
+    backward starts at a sum of all outputs with fixed random weights: the gradient of a plain sum
+    would be zero behind a softmax.
 
     Args:
         model: the model.
         arguments: its arguments.
-        expected: the full outputs by name, if the model is sharded: local shards are gathered.
-        mesh: the mesh of the shards.
-
-    Returns:
-        The outputs, with and without gradients enabled, and the gradients of inputs and parameters,
-        as full tensors by name; and the names of the outputs that were gathered.
+        mesh: the mesh of the shards, if the model is sharded: shards of outputs are gathered.
+        expected: the results of the model that is not sharded.
     """
     leaves = tree_map(_copy_argument, arguments)
-    outputs = {f"output {index}": output for index, output in enumerate(_run_forward(model, leaves))}
-    dims = {}
-    for name, output in outputs.items():
-        dims[name] = _find_sharded_dim(output, expected.get(name, output), mesh.size())
-    _run_backward(outputs, dims, mesh)
-    # A module may have another code path for inference, such as torch's fused encoder.
-    with torch.no_grad():
-        for index, output in enumerate(_run_forward(model, leaves)):
-            outputs[f"output {index} under no_grad"] = output
-    results = {}
-    for name, output in outputs.items():
-        dim = dims.get(name.removesuffix(" under no_grad"))
-        results[name] = _gather_shards(output.detach(), dim, mesh)
-    inputs = {f"input {index}": tensor for index, tensor in enumerate(_list_tensors(leaves))}
-    for name, tensor in (inputs | dict(model.named_parameters())).items():
-        if not tensor.requires_grad:
-            continue
-        grad: Any = tensor.grad
-        # A parameter that the forward does not use on this rank has no gradient.
-        if grad is None:
-            grad = torch.zeros_like(tensor)
-        results[f"gradient of {name}"] = to_full(grad).to_dense()
-    return results, [name for name, dim in dims.items() if dim is not None]
-
-
-def _run_backward(outputs: Mapping[str, Tensor], dims: Mapping[str, int | None], mesh: DeviceMesh) -> None:
-    """Run the backward of a sum of outputs with random weights, sharded as the outputs.
-
-    The gradient of a plain sum would be zero behind a softmax.
-    """
+    results = _Results({}, {}, {})
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_hook(partial(_record_output, results.layers, name)))
+    # The model may write into its inputs in place. autograd forbids that for leaves.
+    args, kwargs = tree_map(_clone_tensor, leaves)
+    with torch.random.fork_rng(range(torch.accelerator.device_count())):
+        torch.manual_seed(0)
+        output = model(*args, **kwargs)
+    for handle in handles:
+        handle.remove()
+    outputs = [to_full(tensor) for tensor in _list_tensors(output)]
+    if not outputs:
+        kind = type(output).__name__
+        raise PlanError(f"the output, of type {kind}, has no tensors; return them in plain containers")
     # On the CPU, so that the weights do not depend on the device.
     generator = torch.Generator("cpu").manual_seed(0)
     differentiable = []
     weights = []
-    for name, output in outputs.items():
-        if not output.requires_grad:
-            continue
-        shape = list(output.shape)
-        dim = dims[name]
-        if dim is not None:
-            shape[dim] *= mesh.size()
-        weight = torch.randn(shape, generator=generator, dtype=output.dtype, device="cpu")
-        if dim is not None:
-            weight = weight.chunk(mesh.size(), dim)[mesh.get_local_rank()]
-        differentiable.append(output)
-        weights.append(weight.to(output))
+    for index, output in enumerate(outputs):
+        name = f"output {index}"
+        dim = results.dims[name] = _find_sharded_dim(output, expected.tensors.get(name, output), mesh.size())
+        full = results.tensors[name] = _gather_shards(output.detach(), dim, mesh)
+        if output.requires_grad:
+            weight = torch.randn(full.shape, generator=generator, dtype=output.dtype, device="cpu")
+            if dim is not None:
+                weight = weight.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+            differentiable.append(output)
+            weights.append(weight.to(output))
     if differentiable:
         torch.autograd.backward(differentiable, weights)
+    inputs = {f"input {index}": tensor for index, tensor in enumerate(_list_tensors(leaves))}
+    for name, tensor in (inputs | dict(model.named_parameters())).items():
+        if tensor.requires_grad:
+            # A parameter that the forward does not use on this rank has no gradient.
+            grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            results.tensors[f"gradient of {name}"] = to_full(grad).to_dense()
+    return results
+
+
+def _record_output(layers: dict[str, Tensor], name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+    """Record the first tensor that a module returns in its first forward: a forward hook."""
+    tensors = _list_tensors(output)
+    if tensors and name not in layers:
+        layers[name] = to_full(tensors[0]).detach().clone()
 
 
 def _find_sharded_dim(local: Tensor, full: Tensor, num_ranks: int) -> int | None:
@@ -276,53 +282,27 @@ def _gather_shards(tensor: Tensor, dim: int | None, mesh: DeviceMesh) -> Tensor:
 
 
 def _find_first_wrong(
-    reference: nn.Module, sharded: nn.Module, arguments: Any, mesh: DeviceMesh, tolerance: float
+    sharded: nn.Module, expected: _Results, actual: _Results, mesh: DeviceMesh, tolerance: float
 ) -> str:
     """Return the name and type of the first layer whose output differs; empty if none does.
 
     Outputs are compared if they are replicated, or shards along one dim. Those that ranks compute
     for other ranks, such as partial sums, are not.
     """
-    expected = _record_outputs(reference, arguments)
-    actual = _record_outputs(sharded, arguments)
     modules = dict(sharded.named_modules())
-    differing = []
-    for name, full in expected.items():
-        local = actual.get(name)
-        # The heads of a KeyValueParallel are in another order than those of the model.
-        if local is None or getattr(modules.get(name), "rows", None) is not None:
-            continue
-        dim = _find_sharded_dim(local, full, mesh.size())
-        value = _gather_shards(local, dim, mesh)
-        if value.shape == full.shape:
-            text = _describe_difference(value, full, tolerance, 0.0)
-            differing.append((name, digest(value), bool(text)))
-    for reports in zip(*all_gather_object(mesh.get_group(), differing), strict=True):
-        names, digests, flags = zip(*reports, strict=True)
-        if any(flags) and len(set(digests)) == 1:
-            return f"{names[0] or 'the model'} ({type(modules[names[0]]).__name__})"
+    for name, full in expected.layers.items():
+        local = actual.layers.get(name, torch.empty(0, device="cpu"))
+        value = _gather_shards(local, _find_sharded_dim(local, full, mesh.size()), mesh)
+        is_wrong = value.shape == full.shape and _describe_difference(value, full, tolerance, 0.0) != ""
+        reports = all_gather_object(mesh.get_group(), (is_wrong, digest(value)))
+        # The heads of a KeyValueParallel are not in the order of the model.
+        has_own_order = getattr(modules.get(name), "rows", None) is not None
+        if any(wrong for wrong, _ in reports) and len(set(reports)) == 1 and not has_own_order:
+            return f"{name or 'the model'} ({type(modules[name]).__name__})"
     return ""
 
 
-def _record_outputs(model: nn.Module, arguments: Any) -> dict[str, Tensor]:
-    """Return the first tensor that each module returns in a forward, innermost first."""
-    records: dict[str, Tensor] = {}
-
-    def record(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        tensors = _list_tensors(output)
-        if tensors and name not in records:
-            records[name] = to_full(tensors[0]).detach().clone()
-
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_hook(partial(record, name)))
-    _run_forward(model, tree_map(_copy_argument, arguments))
-    for handle in handles:
-        handle.remove()
-    return records
-
-
-def _describe_failure(sharded: nn.Module, plan: Plan, error: Exception) -> str:
+def _describe_failure(sharded: nn.Module, entries: Sequence[PlanEntry], error: Exception) -> str:
     """Describe an error of the sharded copy: the innermost module, and the plan."""
     names = {id(module): name for name, module in sharded.named_modules()}
     place = "the model"
@@ -330,41 +310,17 @@ def _describe_failure(sharded: nn.Module, plan: Plan, error: Exception) -> str:
         owner = frame.f_locals.get("self")
         if names.get(id(owner)):
             place = f"{names[id(owner)]} ({type(owner).__name__})"
-    styles = {"": plan} if isinstance(plan, ParallelStyle) else plan
-    entries = [f"{key or 'the model'}: {type(style).__name__}" for key, style in styles.items()]
+    styles = dict.fromkeys(f"{entry.key or 'the model'}: {entry.style.name}" for entry in entries)
     return (
         f"the sharded copy raises in {place}: {type(error).__name__}: {get_first_line(error)}. A "
         "layer that works on a shard may be missing in the plan, which is "
-        f"{format_items(entries, _SHOWN_MISMATCHES)}"
+        f"{format_items(styles, _SHOWN_MISMATCHES)}"
     )
-
-
-def _run_forward(model: nn.Module, leaves: Any) -> list[Tensor]:
-    """Return the tensors that a model returns, as full tensors.
-
-    The random numbers are the same in each call; afterwards the generators are restored.
-    """
-    # The model may write into its inputs in place. autograd forbids that for leaves.
-    args, kwargs = tree_map(_clone_tensor, leaves)
-    with torch.random.fork_rng(range(torch.accelerator.device_count())):
-        torch.manual_seed(0)
-        output = model(*args, **kwargs)
-    outputs = [to_full(tensor) for tensor in _list_tensors(output)]
-    if not outputs:
-        kind = type(output).__name__
-        raise PlanError(f"the output, of type {kind}, has no tensors; return them in plain containers")
-    return outputs
-
-
-def _clone_tensor(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _max_abs(tensor: Tensor) -> float:
     """Return the largest finite absolute value in a tensor; 0 if there is none."""
-    if not tensor.numel():
-        return 0.0
-    return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max()) if tensor.numel() else 0.0
 
 
 def _describe_difference(actual: Tensor, expected: Tensor, tolerance: float, rounding: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh._checks import compare_replicas, format_params, list_checks, make_layout_key
+from namedmesh._checks import compare_replicas, format_params, list_checks
 from namedmesh._torch import (
     compute_norms,
     find_sharding_under_ddp,
@@ -24,7 +24,7 @@ from namedmesh._torch import (
 from namedmesh.arguments import named_mesh
 from namedmesh.errors import TrainingError
 from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import find_attribute_axes, find_placements, to_local
+from namedmesh.sharding import find_attribute_axes, find_placements, make_layout_key, to_local
 from namedmesh.tensor_parallel import reduce_gradients
 from namedmesh.training.tying import get_tie, is_counted_on_other_stage
 
@@ -101,11 +101,7 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     reduce_gradients(params)
     grads = [param.grad for param in params]
-    without_grad: dict[int, Tensor] = {}
-    for position, grad in enumerate(grads):
-        if grad is None:
-            without_grad[position] = params[position]
-    check_not_unsharded(without_grad)
+    check_not_unsharded({at: param for at, param in enumerate(params) if param.grad is None})
     if check:
         _check_not_removed_by_ddp(params)
         ties: dict[int, str] = {}
@@ -114,9 +110,7 @@ def clip_grad_norm_(
             if tie is not None:
                 ties[position] = tie[0]
         compare_replicas(params, mesh, ties)
-    norm = _compute_power_of_model(_group_local_grads(params, grads, mesh), norm_type, mesh, foreach)
-    if not math.isinf(norm_type):
-        norm = norm ** (1 / norm_type)
+    norm = _compute_norm(_group_local_grads(params, grads, mesh), norm_type, mesh, foreach)
     if error_if_nonfinite and not norm.isfinite():
         raise TrainingError(
             f"the gradient norm of order {norm_type} is {norm.item()}; skip this step, or pass "
@@ -229,52 +223,38 @@ def _find_shard_groups(param: Tensor, mesh: NamedMesh) -> ShardGroups:
     return tuple(groups)
 
 
-# The power of gradients is the sum of |g| ** norm_type over their elements, or the largest |g| if
-# norm_type is infinite. Powers of shards can be combined, in contrast to norms.
-
-
-def _compute_power_of_model(
-    local_grads: dict[ShardGroups, list[Tensor]],
+def _compute_norm(
+    local_grads: Mapping[ShardGroups, Sequence[Tensor]],
     norm_type: float,
     mesh: NamedMesh,
     foreach: bool | None,
 ) -> Tensor:
-    """Return the norm of all gradients of the model, to the power of ``norm_type``.
+    """Return the norm of all gradients of the model, in float64, equal on every rank.
 
-    The infinity norm is not raised to a power. The result is in float64, equal on every rank.
+    It is computed from powers: the sum of ``|g| ** norm_type`` over the elements of gradients, or the
+    largest ``|g|`` if ``norm_type`` is infinite. Powers of shards can be combined, unlike norms.
 
     Collective: one all-gather for each group that shards parameters, and one over ``pp``.
     """
     powers: dict[ShardGroups, Tensor] = {}
     for groups, grads in local_grads.items():
-        powers[groups] = _compute_local_power(grads, norm_type, mesh.device, foreach)
+        local_powers: list[Tensor] = []
+        # An empty shard has no largest element: torch's norm raises if norm_type is infinite.
+        for tensors in _group_by_device_and_dtype([grad for grad in grads if grad.numel()]).values():
+            norms = torch.stack(compute_norms(tensors, norm_type, foreach))
+            norm = torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64).to(mesh.device)
+            local_powers.append(norm if math.isinf(norm_type) else norm.pow(norm_type))
+        powers[groups] = _combine(local_powers, norm_type, mesh.device)
     # After the all-gather over a group, the power of its shards is identical on its ranks. A
     # parameter that several groups shard takes part in the all-gather of each of them.
     for group in dict.fromkeys(chain.from_iterable(local_grads)):
         keys = [groups for groups in powers if group in groups]
-        local_powers = torch.stack([powers[groups] for groups in keys])
-        combined = _combine_over_ranks(local_powers, norm_type, group)
-        powers.update(zip(keys, combined, strict=True))
+        stacked = torch.stack([powers[groups] for groups in keys])
+        powers.update(zip(keys, _combine_over_ranks(stacked, norm_type, group), strict=True))
     total = _combine([*powers.values()], norm_type, mesh.device)
     if "pp" in mesh.layout:
-        total = _combine_over_ranks(total[None], norm_type, mesh.group("pp"))[0]
-    return total
-
-
-def _compute_local_power(
-    grads: list[Tensor], norm_type: float, device: torch.device, foreach: bool | None
-) -> Tensor:
-    """Return the norm of local gradients to the power of ``norm_type``, in float64. Local."""
-    # An empty shard has no largest element: torch's norm raises if norm_type is infinite.
-    not_empty = [grad for grad in grads if grad.numel()]
-    powers: list[Tensor] = []
-    for tensors in _group_by_device_and_dtype(not_empty).values():
-        norms = torch.stack(compute_norms(tensors, norm_type, foreach))
-        power = torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64).to(device)
-        if not math.isinf(norm_type):
-            power = power.pow(norm_type)
-        powers.append(power)
-    return _combine(powers, norm_type, device)
+        (total,) = _combine_over_ranks(total[None], norm_type, mesh.group("pp"))
+    return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
 def _group_by_device_and_dtype(
@@ -288,24 +268,19 @@ def _group_by_device_and_dtype(
 
 
 def _combine(powers: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the sum of powers of norms, or their maximum for the infinity norm. Local."""
+    """Return the sum of powers, or their maximum for the infinity norm. Local."""
     if not powers:
         return torch.zeros((), dtype=torch.float64, device=device)
     if len(powers) == 1:
         return powers[0]
-    stacked = torch.stack(powers)
-    return stacked.amax() if math.isinf(norm_type) else stacked.sum()
+    return torch.stack(powers).amax(0) if math.isinf(norm_type) else torch.stack(powers).sum(0)
 
 
 def _combine_over_ranks(powers: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
-    """Sum each power over the ranks of a group, or take the maximum for the infinity norm.
-
-    Collective: one all-gather over ``group``.
-    """
-    size = group.size()
-    if size == 1:
-        return powers
+    """Combine each power over the ranks of a group. Collective: one all-gather."""
     # All-gather instead of all-reduce: the MAX of some backends loses NaN.
-    gathered = run_functional_collective("all_gather_into_tensor", powers, size, group.group_name)
-    by_rank = gathered.view(size, -1)
-    return by_rank.amax(0) if math.isinf(norm_type) else by_rank.sum(0)
+    size = group.size()
+    gathered = powers
+    if size > 1:
+        gathered = run_functional_collective("all_gather_into_tensor", powers, size, group.group_name)
+    return _combine([*gathered.view(size, -1)], norm_type, powers.device)
