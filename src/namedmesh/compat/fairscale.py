@@ -32,7 +32,7 @@ from namedmesh.compat import layers as _layers
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import *
 from namedmesh.compat.layers import ColumnLayer, Initializer, ParallelLayer, RowLayer, VocabEmbedding
-from namedmesh.compat.model_parallel import ModelParallelLayer
+from namedmesh.compat.model_parallel import ModelParallelLibrary
 from namedmesh.tensor_parallel.collectives import all_gather, gather, reduce_from_tp_region
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def initialize_model_parallel(
 
 _UPSTREAM = "fairscale.nn.model_parallel"
 _PARTS = ("cross_entropy", "initialize", "layers", "mappings", "utils")
-_layer = ModelParallelLayer(
+_layer = ModelParallelLibrary(
     "fairscale",
     initialize_model_parallel,
     {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -20,34 +22,34 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.sharing import share_groups
 
 
-def _list_replacements(module: ModuleType) -> dict[str, object]:
-    """Return the replacement of upstream's grid: its own, with groups of a mesh."""
-    upstream: Any = module.PipelineParallelGrid
+class _GridPatch(Patch):
+    """Lets DeepSpeed's pipelines use the groups of meshes, or our topologies and grid without it."""
 
-    class PipelineParallelGrid(upstream):  # type: ignore[misc]
-        """DeepSpeed's own grid, on the groups of a mesh that is its attribute ``mesh``."""
+    def replace(self, module: ModuleType) -> Mapping[str, object]:
+        """Return the replacement of upstream's grid: its own, with groups of a mesh."""
+        upstream: Any = module.PipelineParallelGrid
 
-        def __init__(self, topology: Any = None, process_group: Any = None) -> None:
-            try:
-                self.mesh = init_mesh(
-                    our_topology.read_sizes(topology or our_topology.make_default_topology())
-                )
-            except AgreementError:
-                raise  # no rank can make groups any more
-            except NamedMeshError as error:
-                upstream.__init__(self, topology, process_group)
-                warnings.warn(
-                    f"DeepSpeed's grid has made its own groups, without a mesh: {error}", stacklevel=2
-                )
-                return
-            with share_groups(self.mesh):
-                upstream.__init__(self, topology, process_group)
+        class PipelineParallelGrid(upstream):  # type: ignore[misc]
+            """DeepSpeed's own grid, on the groups of a mesh that is its attribute ``mesh``."""
 
-    PipelineParallelGrid.__qualname__ = upstream.__qualname__
-    return {"PipelineParallelGrid": PipelineParallelGrid}
+            def __init__(self, topology: Any = None, process_group: Any = None) -> None:
+                sizes = our_topology.read_sizes(topology or our_topology.make_default_topology())
+                with ExitStack() as stack:
+                    try:
+                        self.mesh = init_mesh(sizes)
+                        stack.enter_context(share_groups(self.mesh))
+                    except AgreementError:
+                        raise  # no rank can make groups any more
+                    except NamedMeshError as error:
+                        text = f"DeepSpeed's grid makes its own groups, without a mesh: {error}"
+                        warnings.warn(text, stacklevel=2)
+                    upstream.__init__(self, topology, process_group)
+
+        PipelineParallelGrid.__qualname__ = upstream.__qualname__
+        return {"PipelineParallelGrid": PipelineParallelGrid}
 
 
-_patch = Patch(UPSTREAM["deepspeed"], _list_replacements, {UPSTREAM["deepspeed"]: our_topology.__name__})
+_patch = _GridPatch(UPSTREAM["deepspeed"], {UPSTREAM["deepspeed"]: our_topology.__name__})
 install = _patch.install
 uninstall = _patch.uninstall
 
@@ -77,10 +79,7 @@ def bind(mesh: NamedMesh) -> Bound:
     """
     check_open(mesh, "deepspeed.bind")
     state = _get_state()
-    if state.has_values(mesh):
-        return state.bind(mesh)
-    unit = mpu(mesh)
-    return state.bind_with_values(mesh, state.fill(mesh, partial(_assign_groups, mesh, unit)))
+    return Bound(mesh, {state: state.bind(mesh, partial(_assign_groups, mesh))})
 
 
 def unbind() -> None:
@@ -97,8 +96,9 @@ def _get_state() -> State:
     return State("DeepSpeed", "deepspeed.initialize", module, read_variables(module, more))
 
 
-def _assign_groups(mesh: NamedMesh, unit: Any) -> None:
+def _assign_groups(mesh: NamedMesh) -> None:
     """Assign the groups of a mesh, and their ranks, to DeepSpeed's variables."""
+    unit = mpu(mesh)
     tensor_group = unit.get_tensor_model_parallel_group()
     values: dict[str, Any] = {
         "mpu": unit,

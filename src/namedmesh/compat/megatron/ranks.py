@@ -7,7 +7,7 @@ from itertools import chain
 
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.layout import Layout
-from namedmesh.legacy import parse_order
+from namedmesh.legacy import split_order
 
 
 class RankGenerator:
@@ -42,19 +42,18 @@ class RankGenerator:
         self.pp = pp
         self.cp = cp
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
-        parsed = parse_order(order.lower(), tuple(self.name_to_size))
-        for name in parsed.omitted:
+        tokens = split_order(order.lower(), tuple(self.name_to_size))
+        for name, size in self.name_to_size.items():
             # Upstream searches the text of the order, in which "dpp" contains both "dp" and "pp".
-            if name not in order.lower() and self.name_to_size[name] != 1:
+            if name not in order.lower() and size != 1:
                 raise ContractRuntimeError(
-                    f"{name} has size {self.name_to_size[name]}, but the order {order!r} does not "
-                    f"name it; add {name!r}"
+                    f"{name} has size {size}, but the order {order!r} does not name it; add {name!r}"
                 )
-        self.order = "-".join(parsed.tokens)
+        self.order = "-".join(tokens)
         self.rank_offset = rank_offset
-        self.ordered_size = [self.name_to_size[name] for name in parsed.tokens]
+        self.ordered_size = [self.name_to_size[name] for name in tokens]
         # An order string starts with the fastest axis, a layout with the slowest.
-        self.layout = Layout.from_shape(parsed.tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset)
+        self.layout = Layout.from_shape(tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset)
         self.world_size = self.layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
