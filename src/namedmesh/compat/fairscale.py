@@ -23,6 +23,7 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -33,7 +34,7 @@ from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import *
 from namedmesh.compat.layers import ColumnLayer, Initializer, ParallelLayer, RowLayer, VocabEmbedding
 from namedmesh.compat.model_parallel import ModelParallelLibrary
-from namedmesh.tensor_parallel.collectives import all_gather, gather, reduce_from_tp_region
+from namedmesh.tensor_parallel.collectives import Group, all_gather, gather, reduce_from_tp_region
 
 if TYPE_CHECKING:
 
@@ -138,9 +139,9 @@ class _Layer(ParallelLayer):
 
     model_parallel: ClassVar = _layer
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.group = self.model_parallel.get_tensor_group()
+    def find_group(self, arguments: Mapping[str, Any]) -> Group:  # noqa: ARG002  the same for all
+        """Return the model-parallel group."""
+        return self.model_parallel.get_tensor_group()
 
     def get_master_weight(self) -> Tensor:
         """All-gather the weight of a linear layer.
@@ -185,13 +186,7 @@ class ColumnParallelLinear(_Layer, ColumnLayer):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.gather_output = gather_output
-        self.make_weight(init_method, stride, keep=keep_master_weight_for_test)
-        self.make_bias(bias)
-        self.output_size_per_partition = self.weight.shape[0]
+        super().__init__(locals())
 
     def forward(self, input_: Tensor) -> Tensor:
         """Apply the layer.
@@ -238,13 +233,7 @@ class RowParallelLinear(_Layer, RowLayer):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.input_is_parallel = input_is_parallel
-        self.make_weight(init_method, stride, keep=keep_master_weight_for_test)
-        self.make_bias(bias)
-        self.input_size_per_partition = self.weight.shape[1]
+        super().__init__(locals())
 
     def forward(self, input_: Tensor) -> Tensor:
         """Apply the layer.
@@ -283,6 +272,8 @@ class _Embedding(_Layer):
     """
 
     shape_attributes = ("num_embeddings", "embedding_dim")
+    padding_idx: int | None
+    sparse: bool
 
     def __init__(  # noqa: PLR0917  upstream's signature
         self,
@@ -296,14 +287,6 @@ class _Embedding(_Layer):
         init_method: Initializer = nn.init.xavier_normal_,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.padding_idx = padding_idx
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
-        self.sparse = sparse
         if max_norm is not None or scale_grad_by_freq:
             raise ContractError(
                 "max_norm and scale_grad_by_freq are not supported for sharded embeddings; omit them"
@@ -312,7 +295,7 @@ class _Embedding(_Layer):
             raise ContractError(
                 f"padding_idx must be an id from 0 to {num_embeddings - 1} or None, got {padding_idx}"
             )
-        self.make_weight(init_method, keep=keep_master_weight_for_test)
+        super().__init__(locals())
         self.embedding_dim_per_partition = self.weight.shape[1]
 
 
@@ -343,6 +326,7 @@ class ParallelEmbedding(_Embedding):
     """
 
     dim = 1
+    local_attribute = "embedding_dim_per_partition"
 
     def forward(self, input_: Tensor) -> Tensor:
         """Return the replicated embeddings ``(..., embedding_dim)`` of replicated ids."""

@@ -7,7 +7,7 @@ was created with. A size that the ranks of the group do not divide raises a Cont
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -178,36 +178,25 @@ class VocabUtility:
 # --- layers with sharded weights ---------------------------------------------------------------
 
 
-def fill_shard(shard: Tensor, initialize: Initializer, group: Group) -> None:
-    """Initialize a local shard on its device, with different random values on each rank.
-
-    Does not communicate.
-
-    Args:
-        shard: the local shard.
-        initialize: the function that fills it.
-        group: the group. Its ranks must have the same RNG state; they have the same state
-            afterwards.
-    """
-    device = shard.device
-    # Every rank draws the same number, so the default generators of the ranks stay identical.
-    seed = int(torch.randint(2**62, (), device=device)) + group.rank
-    # fork_rng always saves the CPU generator; it takes the list of the other devices.
-    other_devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=other_devices, device_type=device.type):
-        torch.manual_seed(seed)
-        initialize(shard)
+# The arguments of legacy layers that say how their parameters are made.
+_USED_BY_CONSTRUCTORS = {"self", "__class__", "init_method", "stride", "bias", "tp_group"}
+_USED_BY_CONSTRUCTORS |= {"keep_master_weight_for_test", "skip_weight_param_allocation"}
 
 
 class ParallelLayer(nn.Module):
     """Base class of layers with a weight that is sharded across the ranks of a group.
 
-    By default, all ranks must have the same RNG state: each rank initializes the full weight and
-    keeps its shard. If ``params_device`` is set, each rank initializes its shard only.
+    All ranks must have the same RNG state: each rank initializes the full weight and keeps its
+    shard, so that the values do not depend on the number of ranks.
+
+    Args:
+        arguments: the arguments of the legacy class by name, from ``locals()``. Those that do not
+            say how the parameters are made become attributes.
 
     Attributes:
         dim: the sharded dim of the weight.
         shape_attributes: the names of the attributes with the sizes of the full weight.
+        local_attribute: the name of the attribute with the size of the local shard.
         group: the ranks that share the weight.
         params_dtype: the dtype of the parameters; None for torch's default.
         params_device: the device of the parameters; None for torch's default.
@@ -218,6 +207,7 @@ class ParallelLayer(nn.Module):
 
     dim: ClassVar[int] = 0
     shape_attributes: ClassVar[tuple[str, str]] = ("out_features", "in_features")
+    local_attribute: ClassVar[str] = "output_size_per_partition"
     group: Group
     params_dtype: torch.dtype | None = None
     params_device: torch.device | None = None
@@ -227,15 +217,34 @@ class ParallelLayer(nn.Module):
     bias: nn.Parameter | None
     master_weight: Tensor | None = None
 
-    def make_weight(
-        self, initialize: Initializer, stride: int = 1, *, keep: bool = False, allocate: bool = True
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        for name, value in arguments.items():
+            if name not in _USED_BY_CONSTRUCTORS:
+                setattr(self, name, value)
+        self.group = self.find_group(arguments)
+        self.make_parameters(
+            arguments["init_method"],
+            arguments.get("stride", 1),
+            bias=arguments.get("bias", False),
+            keep=arguments.get("keep_master_weight_for_test", False),
+            allocate=not arguments.get("skip_weight_param_allocation", False),
+        )
+
+    def find_group(self, arguments: Mapping[str, Any]) -> Group:
+        """Return the group for the arguments of the layer."""
+        raise NotImplementedError
+
+    def make_parameters(
+        self, initialize: Initializer, stride: int, *, bias: bool, keep: bool, allocate: bool
     ) -> None:
-        """Create the local shard of the weight.
+        """Create the local shard of the weight, and a bias of zeros for its output features.
 
         Args:
             initialize: the function that fills the weight.
             stride: the number of blocks into which the dim is divided; each block is sharded
                 separately. Fused weights (q, k and v, for example) have one block for each of them.
+            bias: False to register ``bias`` as None.
             keep: whether to keep the full weight in ``master_weight``.
             allocate: False to register ``weight`` as None.
 
@@ -245,42 +254,38 @@ class ParallelLayer(nn.Module):
         full_shape = [getattr(self, name) for name in self.shape_attributes]
         num_ranks = self.group.size
         check_shards(full_shape[self.dim], num_ranks, stride, name=self.shape_attributes[self.dim])
-        self._local_shape = [*full_shape]
-        self._local_shape[self.dim] //= num_ranks
-        if not allocate:
-            self.register_parameter("weight", None)
-            return
-        shard = torch.empty(self._local_shape, dtype=self.params_dtype, device=self.params_device)
-        if self.perform_initialization and self.params_device is not None:
-            fill_shard(shard, initialize, self.group)
-        elif self.perform_initialization:
-            dtype = self.init_dtype or shard.dtype
-            full_weight = torch.empty(full_shape, dtype=dtype, device=shard.device)
-            initialize(full_weight)
-            # On one rank, upstream ignores the stride, and the dim need not be a multiple of it.
-            num_blocks = stride if num_ranks > 1 else 1
-            blocks = full_weight.unflatten(self.dim, (num_blocks, num_ranks, -1))
-            local_blocks = blocks.select(self.dim + 1, self.group.rank)
-            shard.copy_(local_blocks.flatten(self.dim, self.dim + 1))
-            if keep:
-                self.master_weight = full_weight
-        self.weight = nn.Parameter(shard)
-
-    def make_bias(self, wanted: bool) -> None:
-        """Create a bias of zeros, with one value for each output feature of the local weight.
-
-        Args:
-            wanted: False to register ``bias`` as None.
-        """
-        if not wanted:
-            self.register_parameter("bias", None)
-            return
-        zeros = torch.zeros(self._local_shape[0], dtype=self.params_dtype, device=self.params_device)
-        self.register_parameter("bias", nn.Parameter(zeros))
+        local_shape = list(full_shape)
+        local_shape[self.dim] //= num_ranks
+        setattr(self, self.local_attribute, local_shape[self.dim])
+        self.register_parameter("weight", None)
+        if allocate:
+            shard = torch.empty(local_shape, dtype=self.params_dtype, device=self.params_device)
+            if self.perform_initialization:
+                dtype = self.init_dtype or shard.dtype
+                full_weight = torch.empty(full_shape, dtype=dtype, device=shard.device)
+                initialize(full_weight)
+                # On one rank, upstream ignores the stride, and the dim need not be a multiple of it.
+                num_blocks = stride if num_ranks > 1 else 1
+                blocks = full_weight.unflatten(self.dim, (num_blocks, num_ranks, -1))
+                local_blocks = blocks.select(self.dim + 1, self.group.rank)
+                shard.copy_(local_blocks.flatten(self.dim, self.dim + 1))
+                if keep:
+                    self.master_weight = full_weight
+            self.weight = nn.Parameter(shard)
+        self.register_parameter("bias", None)
+        if bias:
+            zeros = torch.zeros(local_shape[0], dtype=self.params_dtype, device=self.params_device)
+            self.bias = nn.Parameter(zeros)
 
 
 class ColumnLayer(ParallelLayer):
-    """Base class of linear layers with sharded output features."""
+    """Base class of linear layers with sharded output features.
+
+    Attributes:
+        gather_output: whether to all-gather the output features.
+    """
+
+    gather_output: bool
 
     def project(
         self,
@@ -319,6 +324,7 @@ class RowLayer(ParallelLayer):
     """
 
     dim = 1
+    local_attribute = "input_size_per_partition"
     input_is_parallel: bool
 
     def project(self, input_: Tensor, group: Group, *, sequence_dim: int | None = None) -> Tensor:
@@ -347,14 +353,14 @@ class VocabEmbedding(ParallelLayer):
     """
 
     shape_attributes = ("num_embeddings", "embedding_dim")
+    local_attribute = "num_embeddings_per_partition"
     num_embeddings: int
+    num_embeddings_per_partition: int
     padding_idx: int | None = None
     sparse = False
 
-    def make_weight(self, *args: Any, **kwargs: Any) -> None:
-        """Create the rows of the local ids, with the arguments of the base class."""
-        super().make_weight(*args, **kwargs)
-        self.num_embeddings_per_partition = self.weight.shape[0]
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
         self.vocab_start_index = self.group.rank * self.num_embeddings_per_partition
         self.vocab_end_index = self.vocab_start_index + self.num_embeddings_per_partition
 

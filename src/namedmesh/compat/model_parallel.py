@@ -18,7 +18,14 @@ from torch import Tensor
 from namedmesh.compat.binding import Binding, Library, MeshRequest
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import REGIONS, describe_region
-from namedmesh.compat.state import Bound, check_axes, check_default_group, get_first_rank, make_groups
+from namedmesh.compat.state import (
+    Bound,
+    check_axes,
+    check_default_group,
+    get_first_rank,
+    list_group_ranks,
+    make_groups,
+)
 from namedmesh.errors import LayoutError
 from namedmesh.layout import Layout
 from namedmesh.legacy import LEGACY_APIS, GroupSpec, shrink_tp
@@ -186,7 +193,8 @@ class ModelParallelLibrary(Library):
         """Make the groups over the axes of a layout, and assign them and their ranks to variables."""
         for spec in self.api.groups:
             backend = arguments.get(self.parameters[spec.axes[0]][1])
-            group = make_groups(layout, spec.axes, backend=backend, timeout=arguments.get("timeout"))
+            rank_sets = list_group_ranks(layout, spec.axes)
+            group = make_groups(rank_sets, backend=backend, timeout=arguments.get("timeout"))
             values = {spec.variable: group, spec.ranks: dist.get_process_group_ranks(group)}
             for variable, value in values.items():
                 if variable in binding.empty:

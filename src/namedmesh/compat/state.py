@@ -8,7 +8,7 @@ the variables inside of :func:`namedmesh.share_groups`, so that they get the gro
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from inspect import getsource
 from types import ModuleType
@@ -214,38 +214,50 @@ def read_variables(module: ModuleType, more: Iterable[str] = ()) -> dict[str, An
 # --- the groups of a legacy API -----------------------------------------------------------------
 
 
-def find_mesh_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
-    """Return the axes of a layout that correspond to axes of a legacy API, in layout order.
+def list_group_ranks(layout: Layout, axes: Collection[str]) -> list[list[int]]:
+    """Return the ranks of every group over axes of a legacy API.
 
-    An axis that the layout lacks has size 1 and does not appear.
+    Args:
+        layout: a layout of all ranks of the world. An axis that it lacks has size 1.
+        axes: the axes, by the names that the legacy API gives them.
 
     Example:
         >>> from namedmesh import Layout
-        >>> find_mesh_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
-        ('dp_replicate', 'dp_shard', 'tp')
+        >>> list_group_ranks(Layout(dp_replicate=2, dp_shard=2, tp=2), ("cp", "dp"))
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
-    return tuple(axis for axis in layout.axes if axis in axes or LEGACY_AXES.get(axis) in axes)
+    return list_rank_sets(layout, [axis for axis in layout if {axis, LEGACY_AXES.get(axis)} & {*axes}])
 
 
-def make_groups(layout: Layout, axes: Collection[str], **arguments: Any) -> Any:
-    """Make all groups over axes of a legacy API with ``new_group``, and return this rank's.
+def list_rank_sets(layout: Layout, axes: Collection[str]) -> list[list[int]]:
+    """Return the ranks of every group over axes of a layout; each rank by itself without axes.
+
+    Args:
+        layout: the layout.
+        axes: the axes, by the names of the layout.
+    """
+    if not axes:
+        return [[rank] for rank in layout.ranks]
+    return [list(ranks) for ranks in layout.groups(*axes)]
+
+
+def make_groups(
+    rank_sets: Iterable[Sequence[int]], new_group: Callable[..., Any] = dist.new_group, **arguments: Any
+) -> Any:
+    """Make a group over each set of ranks; return this rank's (the last one), or None.
 
     Inside of :func:`namedmesh.share_groups` they are the groups of the mesh.
     Collective: every rank must call it.
 
     Args:
-        layout: a layout of all ranks of the world.
-        axes: the axes, by the names that the legacy API gives them.
-        **arguments: further arguments of ``new_group``.
+        rank_sets: the ranks of each group.
+        new_group: the function that makes a group.
+        **arguments: further arguments of the function.
     """
-    own = find_mesh_axes(layout, axes)
-    rank_sets: Iterable[Collection[int]] = [(rank,) for rank in layout.ranks]
-    if own:
-        rank_sets = layout.groups(*own)
     local_group = None
     # torch requires every rank to make every group, also those that it is not in.
     for ranks in rank_sets:
-        group = dist.new_group(list(ranks), **arguments)
+        group = new_group(list(ranks), **arguments)
         if dist.get_rank() in ranks:
             local_group = group
     return local_group

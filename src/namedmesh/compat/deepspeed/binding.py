@@ -15,7 +15,7 @@ import torch.distributed as dist
 from namedmesh.compat.deepspeed import topology as our_topology
 from namedmesh.compat.deepspeed.units import mpu
 from namedmesh.compat.patching import UPSTREAM, Patch
-from namedmesh.compat.state import Bound, State, check_open, make_groups, read_variables
+from namedmesh.compat.state import Bound, State, check_open, list_rank_sets, make_groups, read_variables
 from namedmesh.errors import AgreementError, NamedMeshError
 from namedmesh.init import init_mesh
 from namedmesh.mesh import NamedMesh
@@ -112,7 +112,7 @@ def _assign_groups(mesh: NamedMesh) -> None:
             "_EXPERT_PARALLEL_GROUP": mesh.group("ep"),
             "_EXPERT_DATA_PARALLEL_GROUP": mesh.group("edp")
             if "edp" in mesh
-            else make_groups(mesh.layout, ()),
+            else make_groups(list_rank_sets(mesh.layout, ())),
         }
         # DeepSpeed has a dict of groups for the expert-parallel sizes of its MoE layers, under this
         # name.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from namedmesh.axes import DENSE_AXES, EXPERT_AXES
-from namedmesh.compat.state import check_axes, check_open, make_groups
+from namedmesh.compat.state import check_axes, check_open, list_group_ranks, make_groups
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharing import share_groups
 
@@ -49,7 +49,7 @@ class GroupAccessors:
         self._group_infos: dict[str, GroupInfo] = {}
         with share_groups(mesh):
             for kind, axes in kinds.items():
-                group = make_groups(mesh.layout, axes)
+                group = make_groups(list_group_ranks(mesh.layout, axes))
                 ranks = dist.get_process_group_ranks(group)
                 group_rank = ranks.index(mesh.global_rank)
                 self._group_infos[kind] = GroupInfo(group, ranks, len(ranks), group_rank, ranks[0])

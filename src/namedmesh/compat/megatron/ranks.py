@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
+from namedmesh.compat.state import list_rank_sets
 from namedmesh.layout import Layout
 from namedmesh.legacy import split_order
 
@@ -36,12 +37,8 @@ class RankGenerator:
                 f"ep is {ep} and cp is {cp}, but a RankGenerator takes one of them only: cp for "
                 "the dense layers, or ep for the experts"
             )
-        self.tp = tp
-        self.ep = ep
-        self.dp = dp
-        self.pp = pp
-        self.cp = cp
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        vars(self).update(self.name_to_size)
         tokens = split_order(order.lower(), tuple(self.name_to_size))
         for name, size in self.name_to_size.items():
             # Upstream searches the text of the order, in which "dpp" contains both "dp" and "pp".
@@ -66,13 +63,6 @@ class RankGenerator:
         """Return the ranks of every group over a token's axes; ValueError if one is unknown."""
         self.get_mask(self.order, token)
         return list_rank_sets(self.layout, token.split("-"))
-
-
-def list_rank_sets(layout: Layout, axes: Collection[str]) -> list[list[int]]:
-    """Return the ranks of every group over axes of a layout; each rank by itself without axes."""
-    if not axes:
-        return [[rank] for rank in layout.ranks]
-    return [list(ranks) for ranks in layout.groups(*axes)]
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -123,9 +113,7 @@ def split_ranks(sets: Sequence[Sequence[int]], size: int, stride: int = 1) -> li
 
 def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
     """Return the ranks of a pipeline that hold word embeddings: the first and the last."""
-    if len(pp_ranks) == 1:
-        return [pp_ranks[0]]
-    return [pp_ranks[0], pp_ranks[-1]]
+    return list(dict.fromkeys((pp_ranks[0], pp_ranks[-1])))
 
 
 def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
