@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -63,16 +63,15 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes = axes
         self.dims = dims
-        coord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # noqa: PYI024  dynamic names
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # noqa: PYI024  dynamic names
         # Raises the errors of upstream, which makes a range of each size, if an axis has no integer
         # size.
-        coord(*[range(dims[index]) for index in range(len(axes))])
-        self.ProcessCoord = coord
-        find_mesh_axes = [_MESH_AXES.get(axis, axis) for axis in axes]
+        ranges = [range(dims[index]) for index in range(len(axes))]
+        mesh_axes = [_MESH_AXES.get(axis, axis) for axis in axes]
         # A topology may have both names of an axis, such as pipe and pp; then all names stay.
-        has_conflict = len(set(find_mesh_axes)) < len(find_mesh_axes)
-        self.layout = Layout.from_shape(axes if has_conflict else find_mesh_axes, dims)
-        self._layout_axes = dict(zip(axes, self.layout.axes, strict=True))
+        has_conflict = len(set(mesh_axes)) < len(mesh_axes)
+        self.layout = Layout.from_shape(axes if has_conflict else mesh_axes, dims)
+        self.mapping = {self.ProcessCoord(*coord): rank for rank, coord in enumerate(product(*ranges))}
 
     def get_rank(self, **coord_kwargs: int) -> int:
         """Return the rank at a coordinate on every axis.
@@ -84,19 +83,18 @@ class ProcessTopology:
             LayoutError: an axis has no coordinate, or there is one too many.
             ContractError: a coordinate is outside of its axis.
         """
-        if len(coord_kwargs) != len(self._layout_axes):
+        if len(coord_kwargs) != len(self.axes):
             raise LayoutError(
                 "get_rank() needs a coordinate for each axis of "
                 f"{format_sizes(self.axes, self.dims)}, got {len(coord_kwargs)}; call "
                 "filter_match() for the ranks at some coordinates"
             )
         coord = self.ProcessCoord(**coord_kwargs)
-        ranks = self.filter_match(**coord_kwargs)
-        if not ranks:
+        if coord not in self.mapping:
             raise ContractError(
                 f"{coord} is outside of {format_sizes(self.axes, self.dims)}; coordinates count from 0"
             )
-        return ranks[0]
+        return self.mapping[coord]
 
     def get_axis_names(self) -> Sequence[str]:
         """Return the names of the axes, slowest first."""
@@ -120,12 +118,12 @@ class ProcessTopology:
             outer_sep: the text between axes.
         """
         omitted = frozenset(omit_axes)
-        shown_axes = [axis for axis in self.axes if axis not in omitted]
         # As upstream, accept any rank if there is nothing to show.
-        if not shown_axes:
-            return ""
-        coord = self.get_coord(rank)._asdict()
-        return outer_sep.join(f"{axis}{inner_sep}{coord[axis]:02d}" for axis in shown_axes)
+        texts = []
+        for axis in self.axes:
+            if axis not in omitted:
+                texts.append(f"{axis}{inner_sep}{getattr(self.get_coord(rank), axis):02d}")
+        return outer_sep.join(texts)
 
     def get_dim(self, axis: str) -> int:
         """Return the size of an axis, or 0 if the topology does not have it."""
@@ -150,7 +148,7 @@ class ProcessTopology:
         """
         if axis not in self.axes:
             return []
-        return [list(ranks) for ranks in self.layout.groups(self._layout_axes[axis])]
+        return [list(ranks) for ranks in self.layout.groups(self.layout.axes[self.axes.index(axis)])]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
         """Return the ranks at given coordinates, ascending.
@@ -161,14 +159,11 @@ class ProcessTopology:
         Raises:
             AttributeError: the topology does not have an axis.
         """
-        coords = {}
-        for axis, coord in filter_kwargs.items():
-            # As upstream, raise for an unknown axis only if the filters before it match any ranks.
-            getattr(self.ProcessCoord, axis)
-            if coord not in range(self.get_dim(axis)):
-                return []
-            coords[self._layout_axes[axis]] = int(coord)
-        return list(self.layout.where(**coords))
+        coords = list(self.mapping)
+        for axis, position in filter_kwargs.items():
+            # As upstream, this raises for an unknown axis only if the filters before match any ranks.
+            coords = [coord for coord in coords if getattr(coord, axis) == position]
+        return [self.mapping[coord] for coord in coords]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks at one coordinate of an axis, ascending.
@@ -182,11 +177,6 @@ class ProcessTopology:
     def world_size(self) -> int:
         """Return the number of ranks."""
         return self.layout.world_size
-
-    @cached_property
-    def mapping(self) -> dict[Any, int]:
-        """The rank of every coordinate, ordered by rank. It is computed on first use."""
-        return {self.get_coord(rank): rank for rank in self.layout.ranks}
 
     def __str__(self) -> str:
         return str(self.mapping)
