@@ -202,11 +202,14 @@ class Library(Patch):
                 "is selected; leave the block of the mesh, or call bind(mesh)"
             )
         try:
-            request = self._read_call(binding, args, kwargs)
+            bound = binding.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            request = self.read_request(bound.arguments)
             mesh = _make_mesh(request)
         except AgreementError:
             raise  # no rank can make groups any more
-        except NamedMeshError as error:
+        except (NamedMeshError, TypeError, ValueError) as error:
+            # A fork may take other arguments, or values that are no sizes.
             initialize()
             text = f"{self.initializer}() has made its own groups, without a mesh: {error}"
             warnings.warn(text, stacklevel=2)
@@ -260,18 +263,10 @@ class Library(Patch):
                 continue
             ranks = dist.get_process_group_ranks(group)
             if tuple(ranks) != mesh.ranks(axis):
-                return f"{spec.variable} has the ranks {ranks}, and axis {axis!r} would have {list(mesh.ranks(axis))}"
+                return (
+                    f"{spec.variable} has the ranks {ranks}, and {axis!r} would have {list(mesh.ranks(axis))}"
+                )
         return ""
-
-    def _read_call(self, binding: Binding, args: Any, kwargs: Any) -> MeshRequest:
-        """Return the mesh for a call of the initializer; LayoutError if there is none."""
-        try:
-            bound = binding.signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return self.read_request(bound.arguments)
-        except (TypeError, ValueError) as error:
-            # A fork may take other arguments. NamedMeshErrors of sizes are ValueErrors, too.
-            raise LayoutError(str(error)) from None
 
 
 def _make_mesh(request: MeshRequest) -> NamedMesh:
@@ -294,9 +289,13 @@ def _make_mesh(request: MeshRequest) -> NamedMesh:
     return mesh
 
 
+def make_layout(sizes: Mapping[str, int]) -> Layout:
+    """Return the layout of all ranks of the world for sizes in this order; LayoutError if none fits."""
+    return Layout.from_shape([*sizes], [*sizes.values()], world_size=dist.get_world_size())
+
+
 def _find_open_options(sizes: Mapping[str, int]) -> dict[str, GroupOptions]:
     """Return options with which axes use the groups of open meshes; none for wrong sizes."""
     with suppress(LayoutError):  # init_mesh raises the error on every rank
-        layout = Layout.from_shape(list(sizes), list(sizes.values()), world_size=dist.get_world_size())
-        return find_shared_options(layout)
+        return find_shared_options(make_layout(sizes))
     return {}

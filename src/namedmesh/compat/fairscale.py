@@ -198,7 +198,7 @@ class ColumnParallelLinear(_Layer, ColumnLayer):
             The replicated output ``(..., out_features)`` or, without ``gather_output``, the local
             shard ``(..., out_features / t)``.
         """
-        return self.project(input_, self.weight, self.bias, gather_output=self.gather_output)
+        return self.project(input_, self.weight, self.gather_output)
 
 
 class RowParallelLinear(_Layer, RowLayer):

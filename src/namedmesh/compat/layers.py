@@ -1,8 +1,9 @@
 """Parallel layers, mappings and the loss, once for all compatibility layers.
 
-The classes of each legacy API are subclasses with its arguments. Legacy code reads ``weight.shape`` as the shape of the local shard, and sets attributes on
-parameters. Parameters are therefore plain tensors and not DTensors. A layer keeps the group that it
-was created with. A size that the ranks of the group do not divide raises a ContractError.
+The classes of each legacy API are subclasses with its arguments. Legacy code reads ``weight.shape``
+as the shape of the local shard, and sets attributes on parameters. Parameters are therefore plain
+tensors and not DTensors. A layer keeps the group that it was created with. A size that the ranks of
+the group do not divide raises a ContractError.
 """
 
 from __future__ import annotations
@@ -15,23 +16,12 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.tensor_parallel.collectives import (
-    Group,
-    copy_to_tp_region,
-    enter_tp_region,
-    exit_tp_region,
-    gather,
-    reduce_from_tp_region,
-    split,
-)
+from namedmesh.tensor_parallel import collectives
+from namedmesh.tensor_parallel.collectives import Group, enter_tp_region, gather
 from namedmesh.tensor_parallel.loss import rows_cross_entropy, target_problems
 
-__all__ = [
-    "VocabUtility",
-    "divide_and_check_no_remainder",
-    "ensure_divisibility",
-    "split_tensor_along_last_dim",
-]
+__all__ = ["VocabUtility", "divide_and_check_no_remainder", "ensure_divisibility"]
+__all__ += ["split_tensor_along_last_dim"]
 
 SELF_GROUP = Group("", 1, 0)
 """A group of one rank. It has no process group, because nothing is communicated over it."""
@@ -92,7 +82,7 @@ def scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
         ContractError: the dim cannot be split into equal shards.
     """
     check_even(tensor, dim, group.size)
-    return split(tensor, group, dim)
+    return collectives.split(tensor, group, dim)
 
 
 def sum_partial(partial: Tensor, group: Group, dim: int | None) -> Tensor:
@@ -103,12 +93,12 @@ def sum_partial(partial: Tensor, group: Group, dim: int | None) -> Tensor:
     """
     if dim is not None:
         check_even(partial, dim, group.size)
-    return exit_tp_region(partial, group, dim)
+    return collectives.exit_tp_region(partial, group, dim)
 
 
 REGIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
-    "copy_to": (copy_to_tp_region, ()),
-    "reduce_from": (reduce_from_tp_region, ()),
+    "copy_to": (collectives.copy_to_tp_region, ()),
+    "reduce_from": (collectives.reduce_from_tp_region, ()),
     "scatter_to": (scatter, (-1,)),
     "gather_from": (gather, (-1,)),
 }
@@ -286,33 +276,21 @@ class ColumnLayer(ParallelLayer):
     """
 
     gather_output: bool
+    skip_bias_add = False
 
-    def project(
-        self,
-        input_: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        gather_output: bool,
-        sequence_dim: int | None = None,
-        communicates_input: bool = True,
-    ) -> Tensor:
-        """Apply the layer.
+    def enter(self, input_: Tensor) -> Tensor:
+        """Forward: identity. Backward: all-reduce of the input's gradient."""
+        return enter_tp_region(input_, self.group, None)
 
-        Forward: identity, or all-gather along ``sequence_dim``; with ``gather_output`` also
-        all-gather of the features. Backward: all-reduce, or reduce-scatter, of the input's gradient.
+    def project(self, input_: Tensor, weight: Tensor, gather_output: bool) -> Tensor:
+        """Apply the layer; with ``gather_output``, all-gather the features.
 
         Args:
-            input_: the replicated input, or its shard along ``sequence_dim``.
+            input_: the replicated input.
             weight: the local shard of the weight.
-            bias: the local shard of the bias.
             gather_output: whether the output is replicated.
-            sequence_dim: the dim along which the input is sharded.
-            communicates_input: False if the caller communicates the input and its gradient.
         """
-        if communicates_input:
-            input_ = enter_tp_region(input_, self.group, sequence_dim)
-        output = F.linear(input_, weight, bias)
+        output = F.linear(self.enter(input_), weight, None if self.skip_bias_add else self.bias)
         return gather(output, self.group, -1) if gather_output else output
 
 
@@ -390,9 +368,8 @@ class VocabEmbedding(ParallelLayer):
             return None
         # A negative padding id counts from the end of the global vocabulary, as in nn.Embedding.
         local_padding_idx = self.padding_idx % self.num_embeddings - self.vocab_start_index
-        if local_padding_idx not in range(self.num_embeddings_per_partition):
-            return None
-        return local_padding_idx
+        is_local = local_padding_idx in range(self.num_embeddings_per_partition)
+        return local_padding_idx if is_local else None
 
 
 # --- loss --------------------------------------------------------------------------------------
@@ -427,10 +404,8 @@ def cross_entropy(
         )
     if problems:
         raise ContractError(*problems)
-    smoothing = 0.0
-    if label_smoothing:
-        # Megatron rescales the smoothing, because its mean over the entries includes the target.
-        smoothing = label_smoothing * num_entries / (num_entries - 1)
+    # Megatron rescales the smoothing, because its mean over the entries includes the target.
+    smoothing = label_smoothing * num_entries / max(num_entries - 1, 1)
     if torch.promote_types(logits.dtype, dtype) is not dtype:
         logits = logits.to(dtype)
     return rows_cross_entropy(logits, target, None, group, dtype, smoothing, True)

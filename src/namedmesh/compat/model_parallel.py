@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from namedmesh.compat.binding import Binding, Library, MeshRequest
+from namedmesh.compat.binding import Binding, Library, MeshRequest, make_layout
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import REGIONS, describe_region
 from namedmesh.compat.state import (
@@ -147,7 +147,7 @@ class ModelParallelLibrary(Library):
         check_default_group()
         request = self.read_request(arguments)
         try:
-            layout = Layout(world_size=dist.get_world_size(), **request.sizes)
+            layout = make_layout(request.sizes)
         except LayoutError as error:
             # Callers of upstream catch its AssertionError.
             raise ContractError(*error.problems) from None

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from namedmesh import current
-from namedmesh.axes import DENSE_AXES, LEGACY_AXES
+from namedmesh.axes import DENSE_AXES, EXPERT_AXES, LEGACY_AXES
 from namedmesh.compat.errors import ContractError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.layout import Layout
@@ -291,26 +291,19 @@ def check_open(mesh: object, call: str) -> None:
         raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
 
 
-def check_axes(
-    layout: Layout,
-    api: str,
-    allowed: Collection[str] = DENSE_AXES,
-    *,
-    experts: Collection[str] = (),
-    instead: str = "",
-) -> None:
+def check_axes(layout: Layout, api: str, allowed: Collection[str] = DENSE_AXES, instead: str = "") -> None:
     """Raise a LayoutError for axes of a mesh for which a legacy API has no group.
 
     Args:
         layout: the layout of the mesh.
         api: the name of the legacy API, for messages.
         allowed: the axes that the legacy API has.
-        experts: axes that a mesh may only have in a view for the experts.
-        instead: for messages, the advice if the layout has one of ``experts``.
+        instead: the advice if the layout has an axis of the experts; without one, such an axis is
+            unknown.
     """
     problems = []
     for axis in layout:
-        if axis in experts:
+        if instead and axis in {*EXPERT_AXES, "egtp_remat"}:
             problems.append(f"axis {axis!r} is one of the experts', and {instead}")
         elif axis not in allowed:
             text = f"axis {axis!r} has no place in {api}'s groups, which are over {', '.join(allowed)}"

@@ -63,7 +63,8 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes = axes
         self.dims = dims
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # noqa: PYI024  dynamic names
+        coord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # noqa: PYI024  dynamic names
+        self.ProcessCoord = coord
         # Raises the errors of upstream, which makes a range of each size, if an axis has no integer
         # size.
         ranges = [range(dims[index]) for index in range(len(axes))]
@@ -71,7 +72,9 @@ class ProcessTopology:
         # A topology may have both names of an axis, such as pipe and pp; then all names stay.
         has_conflict = len(set(mesh_axes)) < len(mesh_axes)
         self.layout = Layout.from_shape(axes if has_conflict else mesh_axes, dims)
-        self.mapping = {self.ProcessCoord(*coord): rank for rank, coord in enumerate(product(*ranges))}
+        self.mapping: dict[Any, int] = {}
+        for rank, position in enumerate(product(*ranges)):
+            self.mapping[coord(*position)] = rank
 
     def get_rank(self, **coord_kwargs: int) -> int:
         """Return the rank at a coordinate on every axis.
@@ -119,11 +122,8 @@ class ProcessTopology:
         """
         omitted = frozenset(omit_axes)
         # As upstream, accept any rank if there is nothing to show.
-        texts = []
-        for axis in self.axes:
-            if axis not in omitted:
-                texts.append(f"{axis}{inner_sep}{getattr(self.get_coord(rank), axis):02d}")
-        return outer_sep.join(texts)
+        shown = [axis for axis in self.axes if axis not in omitted]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(self.get_coord(rank), axis):02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
         """Return the size of an axis, or 0 if the topology does not have it."""
@@ -257,12 +257,11 @@ class PipelineParallelGrid(GroupAccessors):
         except LayoutError as error:
             # Upstream checks the number of ranks with an assertion.
             raise ContractError(*error.problems) from None
-        coord = topology.get_coord(0)
-        for axis in ("pipe", "data"):
-            if not hasattr(coord, axis):
-                mesh.close()
-                getattr(coord, axis)  # raises an AttributeError, as upstream
-        self._set_attributes(topology, mesh)
+        try:
+            self._set_attributes(topology, mesh)
+        except AttributeError:
+            mesh.close()
+            raise
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
@@ -285,29 +284,30 @@ class PipelineParallelGrid(GroupAccessors):
                 "dp: make the mesh with both, if only of size 1"
             )
         axes = [deepspeed_axes.get(axis, axis) for axis in mesh.layout]
-        topology = ProcessTopology(axes, mesh.layout.sizes)
-        grid._set_attributes(topology, mesh)  # noqa: SLF001  an instance of this class
+        grid._set_attributes(ProcessTopology(axes, mesh.layout.sizes), mesh)  # noqa: SLF001  an instance of this class
         return grid
 
     def _set_attributes(self, topology: Any, mesh: NamedMesh) -> None:
         """Set upstream's attributes: the groups, sizes and coordinates of this rank."""
-        find_mesh_axes = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
+        coord = topology.get_coord(mesh.global_rank)
+        self.stage_id: int = coord.pipe  # raises an AttributeError without this axis, as upstream
+        self.data_parallel_id: int = coord.data
+        axis_of = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
         kinds = {
-            "pipe": [find_mesh_axes["pipe"]],
-            "data": [find_mesh_axes["data"]],
+            "pipe": [axis_of["pipe"]],
+            "data": [axis_of["data"]],
             # DeepSpeed's model-parallel ranks are the ranks of one replica of the model.
-            "model": [mesh_axis for axis, mesh_axis in find_mesh_axes.items() if axis != "data"],
-            "slice": [find_mesh_axes["model"]] if "model" in find_mesh_axes else [],
+            "model": [mesh_axis for axis, mesh_axis in axis_of.items() if axis != "data"],
+            "slice": [axis_of["model"]] if "model" in axis_of else [],
         }
         super().__init__(mesh, kinds)
         self._topo = topology
         self.global_rank = mesh.global_rank
         self.world_size = mesh.layout.world_size
-
         # The fields of a GroupInfo: the group, its ranks, its size, the group rank, the first rank.
         pipe, data, model, tensor = self._group_infos.values()
-        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
-        self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
+        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, *_ = pipe
+        self.dp_proc_group, self.dp_group, self.data_parallel_size, *_ = data
         self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = model
         self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = tensor
         # Upstream's model_parallel_size is the size of the axis model, unlike its ds_model_world_size.
@@ -320,8 +320,7 @@ class PipelineParallelGrid(GroupAccessors):
         self.p2p_groups: list[list[int]] = []
         for ranks in self.pipe_groups:
             # The last stage is paired with the first one.
-            for stage, rank in enumerate(ranks):
-                self.p2p_groups.append([rank, ranks[(stage + 1) % len(ranks)]])
+            self.p2p_groups += map(list, zip(ranks, [*ranks[1:], ranks[0]], strict=True))
         self.p2p_groups.sort()
         if self.model_parallel_size > 1:
             # Upstream has these attributes in this case only, and never fills the second one.

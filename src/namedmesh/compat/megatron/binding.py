@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from namedmesh.axes import DENSE_AXES, DENSE_COUNTERPARTS, LEGACY_AXES
-from namedmesh.compat.binding import Binding, Library, MeshRequest
+from namedmesh.compat.binding import Binding, Library, MeshRequest, make_layout
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.state import Bound, check_axes, read_variables
@@ -65,14 +65,27 @@ class ParallelStateLibrary(Library):
         world_size = dist.get_world_size()
         if given.get("rank_offset", 0) or given.get("local_world_size", world_size) != world_size:
             raise LayoutError("a mesh has all ranks of the world; omit rank_offset and local_world_size")
-        dense, experts = _order_sizes(given)
+        # Some forks have one model-parallel axis only.
+        sizes = {"dp": -1, "tp": int(given.get("model_parallel_size", 1))}
+        for name, axis in _SIZES.items():
+            if name in given:
+                sizes[axis] = int(given[name])
+        default = _DEFAULT_ORDER.split("-")
+        tokens = split_order(str(given.get("order", _DEFAULT_ORDER)).lower(), default)
+        unknown = [token for token in tokens if token not in default]
+        if unknown:
+            raise LayoutError(
+                f"Megatron has no axis {', '.join(unknown)}; use {_DEFAULT_ORDER} in another order"
+            )
+        for axis, neighbor in (("gtp_remat", "tp"), ("egtp_remat", "ep")):
+            if sizes.get(axis, 1) > 1:
+                tokens.insert(tokens.index(neighbor) + 1, axis)
         # Releases without expert parallelism make no such groups.
-        if "expert_model_parallel_size" not in given:
-            experts = {}
+        experts = order_expert_sizes(tokens, sizes) if "ep" in sizes else {}
         timeout = None
         if "distributed_timeout_minutes" in given:
             timeout = timedelta(minutes=given["distributed_timeout_minutes"])
-        return MeshRequest(dense, experts, timeout)
+        return MeshRequest(order_dense_sizes(tokens, sizes), experts, timeout)
 
     def make_filler(
         self, binding: Binding, mesh: NamedMesh, options: Mapping[str, Any]
@@ -88,21 +101,16 @@ class ParallelStateLibrary(Library):
             raise ContractTypeError(
                 f"bind() takes no {', '.join(problems)}, because the mesh determines it; omit it"
             )
-        check_axes(
-            mesh.layout,
-            "Megatron",
-            (*DENSE_AXES, "sp", "gtp_remat"),
-            experts=("ep", "edp", "etp", "egtp_remat"),
-            instead="their layout is another factorization of the world; omit it from the mesh "
-            "and add a view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
-        )
-        dense = _merge_axes(mesh.layout, LEGACY_AXES)
+        instead = "their layout is another factorization of the world; omit it from the mesh and add a "
+        instead += "view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)"
+        check_axes(mesh.layout, "Megatron", (*DENSE_AXES, "sp", "gtp_remat"), instead)
+        dense = _merge_axes(mesh.layout)
         experts: dict[str, int] = {}
         sizes = dense
         for view in mesh.views.values():
             # The first view that has an axis of the experts is theirs.
             if sizes is dense and not {"ep", *_COUNTERPARTS}.isdisjoint(view):
-                experts = _merge_axes(view, {})
+                experts = _merge_axes(view)
                 sizes = {"ep": 1, "etp": 1, **experts, **dense}
         known = binding.signature.parameters
         arguments: dict[str, Any] = {}
@@ -115,40 +123,32 @@ class ParallelStateLibrary(Library):
         order = _find_order(dense, experts)
         if "order" in known:
             arguments["order"] = order
-        made = _order_sizes({name.rstrip("_"): value for name, value in arguments.items()})
-        for wanted, ordered in zip((dense, experts), made, strict=True):
-            layout = Layout.from_shape(
-                list(ordered), list(ordered.values()), world_size=mesh.layout.world_size
-            )
-            if wanted and _merge_axes(layout, {}) != wanted:
+        made = self.read_request(arguments)
+        for wanted, ordered in ((dense, made.sizes), (experts, made.expert_sizes)):
+            if wanted and _merge_axes(make_layout(ordered)) != wanted:
                 raise LayoutError(
-                    f"{self.title} cannot express the order of the axes of {mesh.layout} and "
-                    f"its views {mesh.views}: it would make {layout}; use this order"
+                    f"{self.title} cannot express the order of the axes of {mesh.layout} and its views "
+                    f"{mesh.views}: it would make {make_layout(ordered)}; use this order"
                 )
         return partial(binding.initialize, **arguments, **options)
 
 
-def _merge_axes(layout: Layout, names: Mapping[str, str]) -> dict[str, int]:
-    """Return the sizes of a layout by Megatron's names, slowest first, without axes of size 1.
-
-    Args:
-        layout: the layout.
-        names: Megatron's names of axes that have another name in the layout.
+def _merge_axes(layout: Layout) -> dict[str, int]:
+    """Return the sizes of a layout by coarser names, slowest first, without axes of size 1.
 
     Raises:
         LayoutError: axes with one name in Megatron are not neighbors.
     """
     sizes: dict[str, int] = {}
     for axis, size in layout.items():
-        if size == 1:
-            continue
-        name = names.get(axis, axis)
-        if name in sizes and name != list(sizes)[-1]:
+        name = LEGACY_AXES.get(axis, axis)
+        if size > 1 and name in sizes and name != list(sizes)[-1]:
             raise LayoutError(
                 f"{axis!r} is {name!r} in Megatron, as an axis of {layout} that is not next to "
                 "it; put both next to each other"
             )
-        sizes[name] = sizes.get(name, 1) * size
+        if size > 1:
+            sizes[name] = sizes.get(name, 1) * size
     return sizes
 
 
@@ -167,31 +167,6 @@ def _find_order(dense: dict[str, int], experts: dict[str, int]) -> str:
     # Axes of size 1 change no group. In the end they would have to be pp.
     omitted = [name for name in _DEFAULT_ORDER.split("-") if name not in tokens]
     return "-".join(omitted + tokens)
-
-
-def _order_sizes(arguments: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes of the dense layers' and of the experts' axes, slowest first.
-
-    Args:
-        arguments: the arguments of ``initialize_model_parallel`` that are not None.
-
-    Raises:
-        LayoutError: the order names an axis that Megatron does not have.
-    """
-    # Some forks have one model-parallel axis only.
-    sizes = {"dp": -1, "tp": int(arguments.get("model_parallel_size", 1))}
-    for name, axis in _SIZES.items():
-        if name in arguments:
-            sizes[axis] = int(arguments[name])
-    default = _DEFAULT_ORDER.split("-")
-    tokens = split_order(str(arguments.get("order", _DEFAULT_ORDER)).lower(), default)
-    unknown = [token for token in tokens if token not in default]
-    if unknown:
-        raise LayoutError(f"Megatron has no axis {', '.join(unknown)}; use {_DEFAULT_ORDER} in another order")
-    for axis, neighbor in (("gtp_remat", "tp"), ("egtp_remat", "ep")):
-        if sizes.get(axis, 1) > 1:
-            tokens.insert(tokens.index(neighbor) + 1, axis)
-    return order_dense_sizes(tokens, sizes), order_expert_sizes(tokens, sizes)
 
 
 # --- the active parallel state: our fallback, or upstream's after install() -----------------------

@@ -24,25 +24,14 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from namedmesh.compat import layers as shared  # `layers` is another name below
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
-from namedmesh.compat.layers import (
-    SELF_GROUP,
-    ColumnLayer,
-    Initializer,
-    ParallelLayer,
-    RowLayer,
-    VocabEmbedding,
-    sum_partial,
-)
-from namedmesh.compat.megatron import mappings as _mappings  # `mappings` is another name below
+from namedmesh.compat.layers import Initializer
+from namedmesh.compat.megatron import mappings as _mappings  # the same
 from namedmesh.compat.megatron.mappings import *
-from namedmesh.compat.megatron.mappings import (
-    groups_by_name,
-    resolve_group,
-    set_tensor_model_parallel_attributes,
-)
+from namedmesh.compat.megatron.mappings import set_tensor_model_parallel_attributes
 from namedmesh.launch import default_group_device
-from namedmesh.tensor_parallel.collectives import Group
+from namedmesh.tensor_parallel.collectives import Group, enter_tp_region
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 __all__ += _mappings.__all__
@@ -66,7 +55,7 @@ def find_accelerator() -> torch.device | None:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-class _Layer(ParallelLayer):
+class _Layer(shared.ParallelLayer):
     """Base class of the three layers: the group, and the attributes from ``config``."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -87,12 +76,12 @@ class _Layer(ParallelLayer):
 
     def find_group(self, arguments: Mapping[str, Any]) -> Group:
         """Return the group for the arguments of the layer."""
-        return resolve_group(arguments["tp_group"], is_expert=arguments.get("is_expert", False))
+        return _mappings.resolve_group(arguments["tp_group"], is_expert=arguments.get("is_expert", False))
 
     @property
     def tp_group(self) -> ProcessGroup | None:
         """The group of the layer; None if ``torch.distributed`` was not initialized."""
-        return groups_by_name.get(self.group.name)
+        return _mappings.groups_by_name.get(self.group.name)
 
 
 class _Linear(_Layer):
@@ -129,7 +118,7 @@ def _ignore_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, 
     state.pop(f"{prefix}_extra_state", None)
 
 
-class ColumnParallelLinear(_Linear, ColumnLayer):
+class ColumnParallelLinear(_Linear, shared.ColumnLayer):
     """A linear layer whose output features are sharded over the tensor parallel ranks.
 
     The local shard of the weight is ``(output_size / t, input_size)``, the local bias
@@ -217,24 +206,21 @@ class ColumnParallelLinear(_Linear, ColumnLayer):
             raise ContractRuntimeError(
                 f"ColumnParallelLinear got {got}; pass the local shard, of shape {expected}, to its forward"
             )
-        is_sequence_sharded = self.sequence_parallel and not self.explicit_expert_comm
         if runtime_gather_output is None:
             runtime_gather_output = self.gather_output
-        output = self.project(
-            input_,
-            weight,
-            None if self.skip_bias_add else self.bias,
-            gather_output=runtime_gather_output,
-            sequence_dim=0 if is_sequence_sharded else None,
-            communicates_input=is_sequence_sharded
-            or not (self.disable_grad_reduce or self.explicit_expert_comm),
-        )
-        if self.skip_bias_add:
-            return output, self.bias
-        return output, None
+        output = self.project(input_, weight, runtime_gather_output)
+        return output, self.bias if self.skip_bias_add else None
+
+    def enter(self, input_: Tensor) -> Tensor:
+        """Forward: identity, or all-gather. Backward: all-reduce, or reduce-scatter."""
+        if self.sequence_parallel and not self.explicit_expert_comm:
+            return enter_tp_region(input_, self.group, 0)
+        if self.disable_grad_reduce or self.explicit_expert_comm:
+            return input_
+        return super().enter(input_)
 
 
-class RowParallelLinear(_Linear, RowLayer):
+class RowParallelLinear(_Linear, shared.RowLayer):
     """A linear layer whose input features are sharded over the tensor parallel ranks.
 
     The weight is the local shard ``(output_size, input_size / t)``. The bias is replicated, and
@@ -306,7 +292,7 @@ class RowParallelLinear(_Linear, RowLayer):
             ``(s / t, b, output_size)``; and the bias with ``skip_bias_add``, otherwise None.
         """
         # On a group of one rank the reduction is the identity, which leaves the output partial.
-        group = SELF_GROUP if self.explicit_expert_comm else self.group
+        group = shared.SELF_GROUP if self.explicit_expert_comm else self.group
         output = self.project(input_, group, sequence_dim=0 if self.sequence_parallel else None)
         if self.skip_bias_add:
             return output, self.bias
@@ -316,7 +302,7 @@ class RowParallelLinear(_Linear, RowLayer):
         return output, None
 
 
-class VocabParallelEmbedding(_Layer, VocabEmbedding):
+class VocabParallelEmbedding(_Layer, shared.VocabEmbedding):
     """An embedding whose vocabulary is sharded over the tensor parallel ranks.
 
     The weight is the local shard ``(num_embeddings / t, embedding_dim)``, with the ids from
@@ -366,8 +352,8 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
         else:
             vectors = self.look_up(input_, deterministic=self.deterministic_mode)
         if not self.reduce_scatter_embeddings:
-            return sum_partial(vectors, self.group, None)
-        return sum_partial(vectors.transpose(0, 1), self.group, 0)
+            return shared.sum_partial(vectors, self.group, None)
+        return shared.sum_partial(vectors.transpose(0, 1), self.group, 0)
 
 
 # Code that imports upstream's submodules gets this module, which has the names of both.
