@@ -156,6 +156,9 @@ class Library(Patch):
         """Bind a mesh to our module, or after ``install()`` to upstream's.
 
         Without ``install()``, an upstream that can be imported is bound in addition.
+
+        Raises:
+            LayoutError: the library makes other groups than the mesh has.
         """
         check_open(mesh, f"{self.name}.bind")
         bindings: list[Binding] = []
@@ -167,6 +170,12 @@ class Library(Patch):
         before: dict[State, NamedMesh | None] = {}
         for binding in [*bindings, self.active]:
             before[binding] = binding.bind(mesh, self.make_filler(binding, mesh, options), options)
+            problem = self._find_difference(binding, mesh)
+            if problem:
+                binding.unbind()
+                raise LayoutError(
+                    f"{self.title} cannot express the order of the axes of {mesh.layout}: {problem}"
+                )
         return Bound(mesh, before)
 
     def unbind(self) -> None:
@@ -258,7 +267,7 @@ class Library(Patch):
         """
         for spec in LEGACY_APIS[self.name].groups:
             axis = spec.axes[0]
-            group = vars(binding.module).get(spec.variable)
+            group = binding.values[mesh].get(spec.variable)
             if spec.members != "all" or len(spec.axes) > 1 or axis not in mesh or group is None:
                 continue
             ranks = dist.get_process_group_ranks(group)

@@ -15,17 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from namedmesh.compat import state
 from namedmesh.compat.binding import Binding, Library, MeshRequest, make_layout
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import REGIONS, describe_region
-from namedmesh.compat.state import (
-    Bound,
-    check_axes,
-    check_default_group,
-    get_first_rank,
-    list_group_ranks,
-    make_groups,
-)
+from namedmesh.compat.state import Bound
 from namedmesh.errors import LayoutError
 from namedmesh.layout import Layout
 from namedmesh.legacy import LEGACY_APIS, GroupSpec, shrink_tp
@@ -144,7 +138,7 @@ class ModelParallelLibrary(Library):
             ContractError: there is no default group, the sizes do not divide the world size, or a
                 variable has a value already.
         """
-        check_default_group()
+        state.check_default_group()
         request = self.read_request(arguments)
         try:
             layout = make_layout(request.sizes)
@@ -186,15 +180,15 @@ class ModelParallelLibrary(Library):
         self, binding: Binding, mesh: NamedMesh, options: Mapping[str, Any]
     ) -> Callable[[], object]:
         """Return the function that assigns the groups of a mesh. An axis that it lacks has size 1."""
-        check_axes(mesh.layout, self.name)
+        state.check_axes(mesh.layout, self.name)
         return partial(self._assign_groups, binding, mesh.layout, options)
 
     def _assign_groups(self, binding: Binding, layout: Layout, arguments: Mapping[str, Any]) -> None:
         """Make the groups over the axes of a layout, and assign them and their ranks to variables."""
         for spec in self.api.groups:
             backend = arguments.get(self.parameters[spec.axes[0]][1])
-            rank_sets = list_group_ranks(layout, spec.axes)
-            group = make_groups(rank_sets, backend=backend, timeout=arguments.get("timeout"))
+            rank_sets = state.list_group_ranks(layout, spec.axes)
+            group = state.make_groups(rank_sets, backend=backend, timeout=arguments.get("timeout"))
             values = {spec.variable: group, spec.ranks: dist.get_process_group_ranks(group)}
             for variable, value in values.items():
                 if variable in binding.empty:
@@ -220,7 +214,7 @@ class ModelParallelLibrary(Library):
             self._add(f"{start}_ranks", spec.ranks)
         if spec.axes == ("tp",):
             self._get_group = self.names[f"{start}_group"]
-            self._add(f"{start}_src_rank", spec.variable, get_first_rank)
+            self._add(f"{start}_src_rank", spec.variable, state.get_first_rank)
             for kind in REGIONS:
                 self._add_region(f"{kind}_{spec.name}_parallel_region", kind)
 
@@ -248,7 +242,7 @@ class ModelParallelLibrary(Library):
             )
 
         text = f"``{variable}``" if read is None else f"``{read.__name__}({variable})``"
-        self._add_function(name, access, f"Return {text}.")
+        state.add_function(self.names, name, access, f"Return {text}.")
 
     def _add_region(self, name: str, kind: str) -> None:
         """Add a mapping of a tensor over the tensor-parallel group."""
@@ -257,9 +251,4 @@ class ModelParallelLibrary(Library):
         def region(input_: Tensor) -> Tensor:
             return function(input_, self.get_tensor_group(), *dims)
 
-        self._add_function(name, region, describe_region(function))
-
-    def _add_function(self, name: str, function: Callable[..., Any], text: str) -> None:
-        function.__name__ = function.__qualname__ = name
-        function.__doc__ = text
-        self.names[name] = function
+        state.add_function(self.names, name, region, describe_region(function))

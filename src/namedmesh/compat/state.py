@@ -268,6 +268,20 @@ def get_first_rank(group: dist.ProcessGroup) -> int:
     return dist.get_process_group_ranks(group)[0]
 
 
+def add_function(functions: dict[str, Any], name: str, function: Callable[..., Any], text: str) -> None:
+    """Add a function that was made from a row of a table.
+
+    Args:
+        functions: the functions by name.
+        name: the name of the function.
+        function: the function.
+        text: its docstring.
+    """
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    functions[name] = function
+
+
 def check_default_group(or_call: str = "torch.distributed.init_process_group()") -> None:
     """Raise a ContractError if torch has no default group.
 

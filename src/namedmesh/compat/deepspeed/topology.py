@@ -24,12 +24,8 @@ from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
 from namedmesh.sizes import format_sizes
 
-__all__ = [
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineParallelGrid",
-    "ProcessTopology",
-]
+__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid"]
+__all__ += ["ProcessTopology"]
 
 _MESH_AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
 """DeepSpeed's axes, and their usual names in a mesh."""

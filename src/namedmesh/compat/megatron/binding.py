@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from namedmesh.axes import DENSE_AXES, DENSE_COUNTERPARTS, LEGACY_AXES
-from namedmesh.compat.binding import Binding, Library, MeshRequest, make_layout
+from namedmesh.compat.binding import Binding, Library, MeshRequest
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.state import Bound, check_axes, read_variables
@@ -94,7 +94,7 @@ class ParallelStateLibrary(Library):
 
         Raises:
             ContractTypeError: the mesh determines one of the options.
-            LayoutError: Megatron has no group for an axis, or cannot express the order of the axes.
+            LayoutError: Megatron has no group for an axis.
         """
         problems = [name for name in options if name in _SET_BY_MESH]
         if problems:
@@ -120,16 +120,8 @@ class ParallelStateLibrary(Library):
             # are 1.
             if axis in sizes and (parameter in known or sizes[axis] != 1):
                 arguments[parameter] = sizes[axis]
-        order = _find_order(dense, experts)
         if "order" in known:
-            arguments["order"] = order
-        made = self.read_request(arguments)
-        for wanted, ordered in ((dense, made.sizes), (experts, made.expert_sizes)):
-            if wanted and _merge_axes(make_layout(ordered)) != wanted:
-                raise LayoutError(
-                    f"{self.title} cannot express the order of the axes of {mesh.layout} and its views "
-                    f"{mesh.views}: it would make {make_layout(ordered)}; use this order"
-                )
+            arguments["order"] = _find_order(dense, experts)
         return partial(binding.initialize, **arguments, **options)
 
 
@@ -174,24 +166,17 @@ def _find_order(dense: dict[str, int], experts: dict[str, int]) -> str:
 _OUR_PACKAGE = "namedmesh.compat.megatron"
 
 
-def _list_fallback_names() -> dict[str, str]:
-    """Return the name of our module for each of upstream's, if megatron-core is missing."""
-    modules = {}
-    for name in ("parallel_state", "mpu"):
-        modules[f"megatron.core.{name}"] = f"{_OUR_PACKAGE}.parallel_state"
+_FALLBACKS = {f"megatron.core.{name}": f"{_OUR_PACKAGE}.parallel_state" for name in ("parallel_state", "mpu")}
+for _part in ("", ".cross_entropy", ".layers", ".mappings", ".utils"):
     # Our tensor_parallel has the names of upstream's submodules too.
-    for submodule in ("", ".cross_entropy", ".layers", ".mappings", ".utils"):
-        modules[f"megatron.core.tensor_parallel{submodule}"] = f"{_OUR_PACKAGE}.tensor_parallel"
-    return modules
-
-
+    _FALLBACKS[f"megatron.core.tensor_parallel{_part}"] = f"{_OUR_PACKAGE}.tensor_parallel"
 LIBRARY = ParallelStateLibrary(
     "megatron",
     "Megatron's parallel state",
     parallel_state,
     "initialize_model_parallel",
     "destroy_model_parallel",
-    _list_fallback_names(),
+    _FALLBACKS,
 )
 # The fallback's own functions know no mesh, so the replacements are the ones that its users call.
 vars(parallel_state).update(LIBRARY.make_replacements(LIBRARY.ours))

@@ -28,6 +28,8 @@ from namedmesh.compat.state import check_default_group, make_groups
 from namedmesh.groups import set_timeout
 from namedmesh.legacy import DENSE, MEGATRON_GROUPS, GroupSpec
 
+__all__ = ["get_nccl_options", "overwrite_nccl_comm_cfgs"]
+
 # Arguments that only megatron-core can use: NCCL settings, SHARP, and weights that are gathered for
 # each use. Our fallback takes their defaults.
 _NEED_MEGATRON_CORE: tuple[str, ...] = ("pipeline_model_parallel_comm_backend", "use_sharp", "gtp_remat_size")
@@ -299,14 +301,22 @@ class ParallelStateFallback:
             "ends": get_embedding_ranks or default_embedding_ranks,
             "first": get_position_embedding_ranks or default_position_embedding_ranks,
         }
+        rank = dist.get_rank()
         for row in MEGATRON_GROUPS:
             if row.members not in omitted:
                 sets = _list_rank_sets(row, dense, expert, instances)
                 # Embeddings are on some stages of each pipeline, which the caller may choose.
                 if row.members in choose_ranks:
                     sets = [list(choose_ranks[row.members](pipeline)) for pipeline in sets]
-                self._create_row(row, sets, timeout, gloo=create_gloo_process_groups)
-        rank = dist.get_rank()
+                name = row.variable[1:]
+                self.module[row.variable] = self._create_groups(sets, timeout=timeout, group_desc=name)
+                if row.ranks:
+                    own = [list(ranks) for ranks in sets if rank in ranks]
+                    self.module[row.ranks] = own[0] if own else None
+                if row.gloo and create_gloo_process_groups:
+                    self.module[row.gloo] = self._create_groups(
+                        sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
+                    )
         for ranks in dense.get_ranks("cp") if hierarchical_context_parallel_sizes else []:
             sizes = hierarchical_context_parallel_sizes or ()
             name = "CONTEXT_PARALLEL_GROUP"
@@ -320,24 +330,6 @@ class ParallelStateFallback:
             self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline_model_parallel_size
         # Layers of Megatron that do sequence parallelism expect the buffer.
         self.module["_set_global_memory_buffer"]()
-
-    def _create_row(
-        self, row: GroupSpec, rank_sets: Sequence[Sequence[int]], timeout: timedelta, *, gloo: bool
-    ) -> None:
-        """Create the groups of a row of the table, and assign this rank's to its variables.
-
-        Collective: every rank must call it.
-        """
-        name = row.variable[1:]
-        group = self._create_groups(rank_sets, timeout=timeout, group_desc=name)
-        self.module[row.variable] = group
-        if row.ranks:
-            own = [list(ranks) for ranks in rank_sets if dist.get_rank() in ranks]
-            self.module[row.ranks] = own[0] if own else None
-        if row.gloo and gloo:
-            self.module[row.gloo] = self._create_groups(
-                rank_sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
-            )
 
 
 def _list_rank_sets(

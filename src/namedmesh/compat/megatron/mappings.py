@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from namedmesh.compat import layers
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import VocabUtility, divide, ensure_divisibility, split_tensor_along_last_dim
+from namedmesh.compat.state import add_function
 from namedmesh.tensor_parallel.collectives import Group, all_gather_to_tp_region, all_to_all_single, gather
 
 OptionalGroup: TypeAlias = "ProcessGroup | None"
@@ -67,16 +68,13 @@ for _kind, _region in layers.REGIONS.items():
     _MAPPINGS[f"{_kind}_tensor_model_parallel_region"] = _region
 
 
-def _make_mapping(name: str) -> Callable[..., Tensor]:
-    """Return the mapping of a row of the table."""
-    function, dims = _MAPPINGS[name]
+def _add_mapping(name: str, function: Callable[..., Tensor], dims: tuple[int, ...]) -> None:
+    """Add the mapping of a row of the table to this module."""
 
     def mapping(input_: Tensor, group: OptionalGroup = None) -> Tensor:
         return function(input_, resolve_group(group), *dims)
 
-    mapping.__name__ = mapping.__qualname__ = name
-    mapping.__doc__ = layers.describe_region(function)
-    return mapping
+    add_function(globals(), name, mapping, layers.describe_region(function))
 
 
 if TYPE_CHECKING:
@@ -84,7 +82,8 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
-globals().update({name: _make_mapping(name) for name in _MAPPINGS})
+for _name, _row in _MAPPINGS.items():
+    _add_mapping(_name, *_row)
 
 __all__ = ["VocabUtility", "divide", "ensure_divisibility", "split_tensor_along_last_dim"]
 __all__ += ["all_to_all", "all_to_all_hp2sp", "all_to_all_sp2hp", "gather_from_sequence_parallel_region"]

@@ -20,18 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.megatron.groups import (  # noqa: F401  upstream has these here
-    GlobalMemoryBuffer,
-    ParallelStateFallback,
-    get_nccl_options,
-    overwrite_nccl_comm_cfgs,
-)
-from namedmesh.compat.megatron.ranks import (  # noqa: F401  the same
-    RankGenerator,
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-    generate_masked_orthogonal_rank_groups,
-)
+from namedmesh.compat.megatron.groups import *  # noqa: F403  upstream has these here
+from namedmesh.compat.megatron.groups import GlobalMemoryBuffer, ParallelStateFallback
+from namedmesh.compat.megatron.ranks import *  # noqa: F403  the same
 from namedmesh.compat.megatron.tables import AccessorTable, list_variables
 
 if TYPE_CHECKING:
@@ -43,12 +34,10 @@ logger = logging.getLogger(__name__)
 _module: Any = sys.modules[__name__]
 
 _fallback = ParallelStateFallback(globals())
-create_group = _fallback.create_group
-create_hierarchical_groups = _fallback.create_hierarchical_groups
-create_hybrid_dp_cp_groups = _fallback.create_hybrid_dp_cp_groups
-create_all_gather_groups = _fallback.create_all_gather_groups
-update_pg_timeout = _fallback.update_pg_timeout
-initialize_model_parallel = _fallback.initialize_model_parallel
+for _name in ("create_group", "create_hierarchical_groups", "create_hybrid_dp_cp_groups"):
+    globals()[_name] = getattr(_fallback, _name)
+for _name in ("create_all_gather_groups", "update_pg_timeout", "initialize_model_parallel"):
+    globals()[_name] = getattr(_fallback, _name)
 
 
 def destroy_model_parallel() -> None:
@@ -340,13 +329,8 @@ def get_expert_data_parallel_rank(
 
 def get_all_ranks() -> str:
     """Return this rank's indices in the tp, dp, cp, pp and ep groups, joined by underscores."""
-    ranks = (
-        _module.get_tensor_model_parallel_rank(),
-        get_data_parallel_rank(),
-        _module.get_context_parallel_rank(),
-        _module.get_pipeline_model_parallel_rank(),
-        _module.get_expert_model_parallel_rank(),
-    )
+    kinds = ("tensor_model", "data", "context", "pipeline_model", "expert_model")
+    ranks = [getattr(_module, f"get_{kind}_parallel_rank")() for kind in kinds]
     # A rank that was assigned may be None.
     return "_".join(str(rank or 0) for rank in ranks)
 

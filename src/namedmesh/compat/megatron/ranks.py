@@ -10,6 +10,9 @@ from namedmesh.compat.state import list_rank_sets
 from namedmesh.layout import Layout
 from namedmesh.legacy import split_order
 
+__all__ = ["RankGenerator", "default_embedding_ranks", "default_position_embedding_ranks"]
+__all__ += ["generate_masked_orthogonal_rank_groups"]
+
 
 class RankGenerator:
     """The ranks of every kind of group, from sizes and an order, with upstream's interface.

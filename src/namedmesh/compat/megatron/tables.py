@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
+from namedmesh.compat.state import add_function
 from namedmesh.legacy import MEGATRON_GROUPS
 
 # By the name of an accessor, the variable whose first entry it returns.
@@ -43,24 +44,19 @@ _ALWAYS_RAISE = {"_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP
 
 def list_variables() -> dict[str, Any]:
     """Return the value of each variable at import, under upstream's name."""
-    variables: dict[str, Any] = {}
+    names = ["_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"]
     for row in MEGATRON_GROUPS:
         # This rank's group; its global ranks, and a gloo group over the same ranks, if upstream has
         # them.
-        for variable in (row.variable, row.ranks, row.gloo):
-            if variable:
-                variables[variable] = None
-    variables["_HYBRID_DP_CP_GROUPS"] = {}  # by the number of ranks
-    # Sizes and ranks that were assigned with a set_ function.
+        names += filter(None, (row.variable, row.ranks, row.gloo))
     for assigned, _ in _NUMBERS.values():
         if assigned:
-            variables[f"{assigned}_WORLD_SIZE"] = None
-            variables[f"{assigned}_RANK"] = None
-    # Buffers, and the groups of this rank after None, which is the default group.
-    variables["_GLOBAL_MEMORY_BUFFER"] = None
-    variables["_GLOBAL_SYMMETRIC_MEMORY_BUFFER"] = None
-    variables["_global_process_group_list"] = None
-    return variables
+            # A size and a rank that were assigned with a set_ function.
+            names += [f"{assigned}_WORLD_SIZE", f"{assigned}_RANK"]
+    # The groups of this rank after None, which is the default group.
+    names.append("_global_process_group_list")
+    # The last ones are by the number of ranks.
+    return dict.fromkeys(names) | {"_HYBRID_DP_CP_GROUPS": {}}
 
 
 class AccessorTable:
@@ -137,10 +133,8 @@ class AccessorTable:
 
     def _add(self, function: Callable[..., Any], name: str, text: str) -> None:
         """Add an accessor under a name, with a docstring."""
-        function.__name__ = function.__qualname__ = name
         function.__module__ = self.module.__name__
-        function.__doc__ = text
-        self.functions[name] = function
+        add_function(self.functions, name, function, text)
 
     def _add_reader(self, name: str, variable: str) -> None:
         """Add the accessor that returns a variable."""
