@@ -67,32 +67,25 @@ class Library(Patch):
     A subclass knows how the library reads sizes, and how its variables are filled for a mesh.
 
     Args:
-        name: the name in ``LEGACY_APIS``, which is also that of the layer in this package.
-        title: the name for messages.
         module: our module.
-        initializer: the name of the function that makes the groups.
-        destroyer: the name of the function that forgets them; a fork may lack it.
         fallbacks: the name of our module for each name of an upstream module.
 
     Attributes:
+        name: the name in ``LEGACY_APIS``, which is also that of the layer in this package.
+        title: the name for messages.
+        initializer: the name of the function that makes the groups.
+        destroyer: the name of the function that forgets them; a fork may lack it.
         ours: the variables of our module.
         active: the variables that count: upstream's after :meth:`install`, otherwise ours.
     """
 
-    def __init__(  # noqa: PLR0917  the names of one library
-        self,
-        name: str,
-        title: str,
-        module: ModuleType,
-        initializer: str,
-        destroyer: str,
-        fallbacks: Mapping[str, str],
-    ) -> None:
-        super().__init__(UPSTREAM[name], fallbacks)
-        self.name = name
-        self.title = title
-        self.initializer = initializer
-        self.destroyer = destroyer
+    name: str
+    title: str
+    initializer: str
+    destroyer: str
+
+    def __init__(self, module: ModuleType, fallbacks: Mapping[str, str]) -> None:
+        super().__init__(UPSTREAM[self.name], fallbacks)
         # Several releases of upstream may be imported, one after the other.
         self._bindings: dict[ModuleType, Binding] = {}
         self.ours = self.active = self._find_binding(module)

@@ -272,8 +272,6 @@ class _Embedding(_Layer):
     """
 
     shape_attributes = ("num_embeddings", "embedding_dim")
-    padding_idx: int | None
-    sparse: bool
 
     def __init__(  # noqa: PLR0917  upstream's signature
         self,

@@ -9,7 +9,7 @@ the group do not divide raises a ContractError.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -207,40 +207,34 @@ class ParallelLayer(nn.Module):
     bias: nn.Parameter | None
     master_weight: Tensor | None = None
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
         for name, value in arguments.items():
             if name not in _USED_BY_CONSTRUCTORS:
                 setattr(self, name, value)
         self.group = self.find_group(arguments)
-        self.make_parameters(
-            arguments["init_method"],
-            arguments.get("stride", 1),
-            bias=arguments.get("bias", False),
-            keep=arguments.get("keep_master_weight_for_test", False),
-            allocate=not arguments.get("skip_weight_param_allocation", False),
-        )
+        self.make_parameters(arguments)
 
     def find_group(self, arguments: Mapping[str, Any]) -> Group:
         """Return the group for the arguments of the layer."""
         raise NotImplementedError
 
-    def make_parameters(
-        self, initialize: Initializer, stride: int, *, bias: bool, keep: bool, allocate: bool
-    ) -> None:
+    def make_parameters(self, arguments: Mapping[str, Any]) -> None:
         """Create the local shard of the weight, and a bias of zeros for its output features.
 
         Args:
-            initialize: the function that fills the weight.
-            stride: the number of blocks into which the dim is divided; each block is sharded
-                separately. Fused weights (q, k and v, for example) have one block for each of them.
-            bias: False to register ``bias`` as None.
-            keep: whether to keep the full weight in ``master_weight``.
-            allocate: False to register ``weight`` as None.
+            arguments: the arguments of the layer. With a ``stride``, the dim has that many blocks,
+                and each block is sharded separately. Fused weights (q, k and v, for example) have
+                one block for each of them.
 
         Raises:
             ContractError: the dim cannot be split into equal shards.
         """
+        stride = arguments.get("stride", 1)
         full_shape = [getattr(self, name) for name in self.shape_attributes]
         num_ranks = self.group.size
         check_shards(full_shape[self.dim], num_ranks, stride, name=self.shape_attributes[self.dim])
@@ -248,22 +242,22 @@ class ParallelLayer(nn.Module):
         local_shape[self.dim] //= num_ranks
         setattr(self, self.local_attribute, local_shape[self.dim])
         self.register_parameter("weight", None)
-        if allocate:
+        if not arguments.get("skip_weight_param_allocation", False):
             shard = torch.empty(local_shape, dtype=self.params_dtype, device=self.params_device)
             if self.perform_initialization:
                 dtype = self.init_dtype or shard.dtype
                 full_weight = torch.empty(full_shape, dtype=dtype, device=shard.device)
-                initialize(full_weight)
+                arguments["init_method"](full_weight)
                 # On one rank, upstream ignores the stride, and the dim need not be a multiple of it.
                 num_blocks = stride if num_ranks > 1 else 1
                 blocks = full_weight.unflatten(self.dim, (num_blocks, num_ranks, -1))
                 local_blocks = blocks.select(self.dim + 1, self.group.rank)
                 shard.copy_(local_blocks.flatten(self.dim, self.dim + 1))
-                if keep:
+                if arguments.get("keep_master_weight_for_test", False):
                     self.master_weight = full_weight
             self.weight = nn.Parameter(shard)
         self.register_parameter("bias", None)
-        if bias:
+        if arguments.get("bias", False):
             zeros = torch.zeros(local_shape[0], dtype=self.params_dtype, device=self.params_device)
             self.bias = nn.Parameter(zeros)
 
@@ -275,7 +269,6 @@ class ColumnLayer(ParallelLayer):
         gather_output: whether to all-gather the output features.
     """
 
-    gather_output: bool
     skip_bias_add = False
 
     def enter(self, input_: Tensor) -> Tensor:
@@ -303,7 +296,6 @@ class RowLayer(ParallelLayer):
 
     dim = 1
     local_attribute = "input_size_per_partition"
-    input_is_parallel: bool
 
     def project(self, input_: Tensor, group: Group, *, sequence_dim: int | None = None) -> Tensor:
         """Apply the layer without its bias, which is replicated.
@@ -332,8 +324,6 @@ class VocabEmbedding(ParallelLayer):
 
     shape_attributes = ("num_embeddings", "embedding_dim")
     local_attribute = "num_embeddings_per_partition"
-    num_embeddings: int
-    num_embeddings_per_partition: int
     padding_idx: int | None = None
     sparse = False
 

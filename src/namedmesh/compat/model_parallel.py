@@ -73,27 +73,18 @@ class ModelParallelLibrary(Library):
         for name_here in filter(None, modules):
             vars(module)[name_here.rpartition(".")[2]] = module
             sys.modules[f"{module.__name__}.{name_here}"] = module
-        destroyer = initialize.__name__.replace("initialize", "destroy")
-        super().__init__(
-            name,
-            f"{name}'s model parallelism",
-            module,
-            initialize.__name__,
-            destroyer,
-            dict.fromkeys(modules.values(), module.__name__),
-        )
+        self.name = name
+        self.title = f"{name}'s model parallelism"
+        self.initializer = initialize.__name__
+        self.destroyer = initialize.__name__.replace("initialize", "destroy")
+        super().__init__(module, dict.fromkeys(modules.values(), module.__name__))
         self.names: dict[str, Any] = {}
         for spec in self.api.groups:
             self._add_accessors(spec)
-        self.names |= {
-            initialize.__name__: update_wrapper(partial(self.initialize, None), initialize),
-            destroyer: self.destroy,
-            "bind": self.bind,
-            "unbind": self.unbind,
-            "current_mesh": self.current_mesh,
-            "install": self.install,
-            "uninstall": self.uninstall,
-        }
+        self.names[self.initializer] = update_wrapper(partial(self.initialize, None), initialize)
+        self.names[self.destroyer] = self.destroy
+        for function in ("bind", "unbind", "current_mesh", "install", "uninstall"):
+            self.names[function] = getattr(self, function)
 
     def find_variables(self, module: ModuleType) -> Mapping[str, Any]:
         """Return None for each variable of a module, by name."""

@@ -125,9 +125,7 @@ class State:
         owned = self.owned
         self.values = {}
         self.requests = {}
-        self.bound = None
-        self.shown = None
-        self.owned = None
+        self.bound = self.shown = self.owned = None
         self.write({})
         if owned is not None:
             owned.close(destroy_groups=True)

@@ -45,7 +45,6 @@ class _GridPatch(Patch):
                         warnings.warn(text, stacklevel=2)
                     upstream.__init__(self, topology, process_group)
 
-        PipelineParallelGrid.__qualname__ = upstream.__qualname__
         return {"PipelineParallelGrid": PipelineParallelGrid}
 
 

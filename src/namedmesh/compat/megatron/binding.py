@@ -48,6 +48,11 @@ _DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 class ParallelStateLibrary(Library):
     """Binds meshes to ``parallel_state``: upstream's, of any release, and ours."""
 
+    name = "megatron"
+    title = "Megatron's parallel state"
+    initializer = "initialize_model_parallel"
+    destroyer = "destroy_model_parallel"
+
     def find_variables(self, module: ModuleType) -> Mapping[str, Any]:
         """Return the value of each variable of a module at its import, by name."""
         return parallel_state.VARIABLES if module is parallel_state else read_variables(module)
@@ -170,14 +175,7 @@ _FALLBACKS = {f"megatron.core.{name}": f"{_OUR_PACKAGE}.parallel_state" for name
 for _part in ("", ".cross_entropy", ".layers", ".mappings", ".utils"):
     # Our tensor_parallel has the names of upstream's submodules too.
     _FALLBACKS[f"megatron.core.tensor_parallel{_part}"] = f"{_OUR_PACKAGE}.tensor_parallel"
-LIBRARY = ParallelStateLibrary(
-    "megatron",
-    "Megatron's parallel state",
-    parallel_state,
-    "initialize_model_parallel",
-    "destroy_model_parallel",
-    _FALLBACKS,
-)
+LIBRARY = ParallelStateLibrary(parallel_state, _FALLBACKS)
 # The fallback's own functions know no mesh, so the replacements are the ones that its users call.
 vars(parallel_state).update(LIBRARY.make_replacements(LIBRARY.ours))
 unbind = LIBRARY.unbind

@@ -88,14 +88,10 @@ class _Linear(_Layer):
     """Base class of the two linear layers: Megatron's parameter attributes, extra state."""
 
     shape_attributes = ("output_size", "input_size")
-    config: object
-    input_size: int
-    is_expert: bool
-    skip_bias_add: bool
 
-    def make_parameters(self, initialize: Initializer, stride: int, **options: bool) -> None:
-        """Make the parameters with the arguments of the base class, and Megatron's attributes."""
-        super().make_parameters(initialize, stride, **options)
+    def make_parameters(self, arguments: Mapping[str, Any]) -> None:
+        """Make the parameters, with Megatron's attributes."""
+        super().make_parameters(arguments)
         self.sequence_parallel = getattr(self.config, "sequence_parallel", False)
         expert_parallel = getattr(self.config, "expert_model_parallel_size", 1) > 1
         # The token dispatcher all-gathers the tokens of experts and reduce-scatters their outputs.
@@ -103,7 +99,7 @@ class _Linear(_Layer):
         for param in self.parameters(recurse=False):
             # The bias of a row layer is replicated.
             if param is self.weight or self.dim == 0:
-                set_tensor_model_parallel_attributes(param, is_parallel=True, dim=self.dim, stride=stride)
+                set_tensor_model_parallel_attributes(param, True, self.dim, arguments["stride"])
             # Data parallel ranks have different experts, so the gradients of experts are not
             # all-reduced over them.
             param.allreduce = not (self.is_expert and expert_parallel)  # type: ignore[attr-defined]
