@@ -246,7 +246,7 @@ def order_expert_sizes(tokens: Sequence[str], sizes: Mapping[str, int]) -> dict[
     """Return the size of each axis of the experts' layout, slowest first.
 
     ``etp`` and ``edp`` take the positions of ``tp`` and the first data axis. By default, their
-    sizes are that of ``tp``, and as many ranks as are left.
+    sizes are the size of ``tp``, and as many ranks as are left.
 
     Args:
         tokens: the axes of a job, fastest first.

@@ -71,7 +71,7 @@ class Library(Patch):
         fallbacks: the name of our module for each name of an upstream module.
 
     Attributes:
-        name: the name in ``LEGACY_APIS``, which is also that of the layer in this package.
+        name: the name in ``LEGACY_APIS``, and of the layer in this package.
         title: the name for messages.
         initializer: the name of the function that makes the groups.
         destroyer: the name of the function that forgets them; a fork may lack it.
@@ -292,7 +292,7 @@ def _make_mesh(request: MeshRequest) -> NamedMesh:
 
 
 def make_layout(sizes: Mapping[str, int]) -> Layout:
-    """Return the layout of all ranks of the world for sizes in this order; LayoutError if none fits."""
+    """Return the layout of the world for sizes in this order; LayoutError if they do not fit."""
     return Layout.from_shape([*sizes], [*sizes.values()], world_size=dist.get_world_size())
 
 

@@ -33,7 +33,7 @@ _FIELDS: dict[str, Callable[[Any], Any] | None] = {
     "world_size": dist.get_world_size,
     "ranks": dist.get_process_group_ranks,
 }
-"""The accessors of a group, by the ends of their names: functions of the group; None for itself."""
+"""The accessors of a group by the ends of their names: functions of it, None for itself."""
 
 
 class ModelParallelLibrary(Library):

@@ -23,7 +23,7 @@ from namedmesh.sharing import share_groups
 
 
 class _GridPatch(Patch):
-    """Lets DeepSpeed's pipelines use the groups of meshes, or our topologies and grid without it."""
+    """Lets DeepSpeed's pipelines use the groups of meshes."""
 
     def replace(self, module: ModuleType) -> Mapping[str, object]:
         """Return the replacement of upstream's grid: its own, with groups of a mesh."""
@@ -58,7 +58,7 @@ def bind(mesh: NamedMesh) -> Bound:
 
     Call it before ``deepspeed.initialize(...)``. It sets the variables of
     ``deepspeed.utils.groups``, including ``mpu``, until the mesh is closed. Groups that DeepSpeed
-    makes later are its own; inside of :func:`namedmesh.share_groups`, they are those of the mesh.
+    makes later are its own; inside of :func:`namedmesh.share_groups`, they belong to the mesh.
 
     Collective: every rank of the mesh must call it when a mesh is bound for the first time.
 

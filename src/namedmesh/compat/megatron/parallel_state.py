@@ -176,7 +176,7 @@ def has_separate_all_gather_group() -> bool:
 
 
 def _name_data_group(with_context_parallel: bool, partial: bool, end: str = "") -> str:
-    """Return the variable of a data parallel group. A partial group exists over dp and cp only."""
+    """Return the variable of a data parallel group; a partial one is over dp and cp only."""
     start = "_INTRA_PARTIAL" if partial else ""
     middle = "_WITH_CP" if with_context_parallel else ""
     return f"{start}_DATA_PARALLEL_GROUP{middle}{end}"
