@@ -161,15 +161,16 @@ class Library(Patch):
             if self.active is self.ours and is_installed(self.upstream):
                 bindings.append(self._find_binding(import_module(self.upstream)))
         before: dict[State, NamedMesh | None] = {}
+        bound = Bound(mesh, before)
         for binding in [*bindings, self.active]:
             before[binding] = binding.bind(mesh, self.make_filler(binding, mesh, options), options)
             problem = self._find_difference(binding, mesh)
             if problem:
-                binding.unbind()
+                bound.end()
                 raise LayoutError(
                     f"{self.title} cannot express the order of the axes of {mesh.layout}: {problem}"
                 )
-        return Bound(mesh, before)
+        return bound
 
     def unbind(self) -> None:
         """End the binding of the mesh that is bound. The mesh stays open, with its groups."""

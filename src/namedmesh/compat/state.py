@@ -177,10 +177,15 @@ class Bound:
         return self.mesh.__enter__()
 
     def __exit__(self, *_error: object) -> None:
+        self.end()
+        self.mesh.__exit__(None, None, None)
+
+    def end(self) -> None:
+        """Bind the meshes again that were bound before."""
         for state, before in self._before.items():
             if state.bound is self.mesh:  # a mesh that was bound in the block stays bound
                 state.bound = before if before in state.requests else None
-        self.mesh.__exit__(None, None, None)
+                state.update_shown()
 
 
 def read_variables(module: ModuleType, more: Iterable[str] = ()) -> dict[str, Any]:
