@@ -121,16 +121,6 @@ def test_names_and_arguments_are_those_of_deepspeed(theirs: Any) -> None:
                 assert arguments(getattr(ours, method)) == expected, (name, method)
 
 
-def test_a_topology_of_a_million_ranks_needs_no_mapping() -> None:
-    topo = PipeModelDataParallelTopology(16, 8, 8192)
-    assert topo.world_size() == 1_048_576
-    assert topo.get_rank(**topo.get_coord(777_777)._asdict()) == 777_777
-    assert topo.get_rank_repr(777_777, omit_axes=[]) == "pipe_11-data_7110-model_01"
-    assert topo.get_axis_comm_lists("data")[-1][-1] == 1_048_575
-    assert topo.filter_match(pipe=1, model=3)[:2] == [65_539, 65_547]
-    assert "mapping" not in vars(topo)
-
-
 # --- the grid -------------------------------------------------------------------------------------
 
 

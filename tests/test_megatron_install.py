@@ -182,7 +182,7 @@ def _train_gpt(pass_groups: bool, tp: int, steps: int) -> tuple[list[float], boo
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    is_installed = binding.API.patch.installed
+    is_installed = binding.LIBRARY.installed
     # The dropout is 0, and the tracker needs CUDA devices for its RNG states.
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
     parallel_state.initialize_model_parallel(tp)

@@ -298,6 +298,22 @@ def test_a_bound_mesh_answers_as_upstream_over_the_same_ranks(
         assert without_gtp(answers[0], newest) == without_gtp(answers[2], newest), rank
 
 
+def test_a_mesh_whose_order_megatron_does_not_have_is_not_bound() -> None:
+    """In Megatron, etp is at the position of tp, and here it is outside of ep."""
+    with fake_world(16, 5):
+        known = namedmesh.init_mesh(dp=4, tp=4, device="cpu")
+        megatron.bind(known, **NO_GLOO)
+        mesh = namedmesh.init_mesh(pp=2, dp=4, tp=2, device="cpu")
+        mesh.add_view("expert", pp=2, etp=2, edp=2, ep=2)
+        text = r"cannot express .*: _EXPERT_TENSOR_PARALLEL_GROUP has the ranks \[5, 7\], and 'etp' would have \[1, 5\]"
+        with pytest.raises(namedmesh.LayoutError, match=text):
+            megatron.bind(mesh, **NO_GLOO)
+        assert megatron.current_mesh() is known
+        assert parallel_state.get_tensor_model_parallel_world_size() == 4
+        mesh.close()
+        known.close()
+
+
 @pytest.mark.oracle(NEWEST)
 def test_a_bound_mesh_with_gtp_remat_needs_upstream() -> None:
     sizes: dict[str, Any] = {"gtp_remat_size": 2, "expert_gtp_remat_size": 2, **NO_GLOO}

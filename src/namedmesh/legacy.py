@@ -154,6 +154,10 @@ _EZPZ_GROUPS = (
     _group("tensor", "tp", "_TENSOR_PARALLEL_GROUP", "_TENSOR_PARALLEL_RANKS"),
 )
 
+# The axes that only the experts' layout has. The last one is Megatron's, for weights that are gathered
+# for each use.
+_EXPERT_ONLY = (*EXPERT_AXES, "egtp_remat")
+
 NAMEDMESH_API = ParallelApi("mesh", DENSE_AXES, has_experts=True)
 """namedmesh itself, with the usual axis names. Its layouts have only the axes with a size."""
 
@@ -193,37 +197,75 @@ class JobLayout(NamedTuple):
         return self.dense
 
 
-class ParsedOrder(NamedTuple):
-    """The axes of an order string.
+def split_order(order: str, axes: Sequence[str]) -> list[str]:
+    """Split an order string into axis names, and append the axes that it omits.
 
-    Attributes:
-        tokens: the names in the string, fastest first, followed by the axes that it omits.
-        omitted: the axes that the string omits.
-    """
-
-    tokens: list[str]
-    omitted: list[str]
-
-
-def parse_order(order: str, axes: Sequence[str]) -> ParsedOrder:
-    """Split an order string into axis names.
-
-    The caller checks them, because each API raises its own errors.
+    The caller checks the names, because each API raises its own errors.
 
     Args:
         order: axis names that are joined by hyphens, fastest first.
         axes: the axes that the API knows.
 
-    Returns:
-        All names of the string, also unknown ones, and the axes that it omits.
-
     Example:
-        >>> parse_order("tp-dpp", ("tp", "dp", "pp"))
-        ParsedOrder(tokens=['tp', 'dpp', 'dp', 'pp'], omitted=['dp', 'pp'])
+        >>> split_order("tp-dpp", ("tp", "dp", "pp"))
+        ['tp', 'dpp', 'dp', 'pp']
     """
     tokens = order.split("-")
-    omitted = [axis for axis in axes if axis not in tokens]
-    return ParsedOrder(tokens + omitted, omitted)
+    return tokens + [axis for axis in axes if axis not in tokens]
+
+
+def shrink_tp(api: ParallelApi, sizes: dict[str, int], world_size: int | None) -> tuple[str, ...]:
+    """Reduce a tp size that is larger than the world, in place, if the API does so.
+
+    Args:
+        api: the API.
+        sizes: the size of each axis.
+        world_size: the number of ranks, if it is known.
+
+    Returns:
+        A message about it; nothing if the size stays as it is.
+    """
+    tp_size = sizes.get("tp", 1)
+    if not api.shrinks_tp or world_size is None or tp_size <= world_size:
+        return ()
+    sizes["tp"] = world_size
+    return (f"{api.name} reduces tp={tp_size} to the world of {world_size} ranks without an error",)
+
+
+def order_dense_sizes(tokens: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of each axis of the dense layout, slowest first; 1 without a size.
+
+    Args:
+        tokens: the axes of a job, fastest first, also those of the experts.
+        sizes: the sizes by axis.
+    """
+    return {axis: sizes.get(axis, 1) for axis in reversed(tokens) if axis not in _EXPERT_ONLY}
+
+
+def order_expert_sizes(tokens: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of each axis of the experts' layout, slowest first.
+
+    ``etp`` and ``edp`` take the positions of ``tp`` and the first data axis. By default, their
+    sizes are the size of ``tp``, and as many ranks as are left.
+
+    Args:
+        tokens: the axes of a job, fastest first.
+        sizes: the sizes by axis.
+    """
+    expert_names = {axis: axis for axis in ("pp", "ep", "egtp_remat")} | {"tp": "etp"}
+    # An omitted data axis comes last, but must not move edp there, so only data axes count that have
+    # a size.
+    for axis in {*DATA_AXES} & {*sizes} or DATA_AXES:
+        expert_names[axis] = "edp"
+    defaults = {"etp": sizes.get("tp", 1)}
+    if not _has_inferred_size(sizes, EXPERT_AXES):
+        defaults["edp"] = -1
+    expert_sizes: dict[str, int] = {}
+    for token in reversed(tokens):
+        if token in expert_names:
+            axis = expert_names[token]
+            expert_sizes[axis] = sizes.get(axis, defaults.get(axis, 1))
+    return expert_sizes
 
 
 def compute_layouts(
@@ -254,38 +296,31 @@ def compute_layouts(
         (Layout(pp=4, dp=2, cp=1, tp=2), Layout(pp=4, edp=1, ep=2, etp=2))
     """
     _check_axis_names(api, sizes)
-    notes: list[str] = []
-    tp_size = sizes.get("tp", 1)
-    if api.shrinks_tp and world_size is not None and tp_size > world_size:
-        notes.append(f"{api.name} reduces tp={tp_size} to the world of {world_size} ranks without an error")
-        sizes = {**sizes, "tp": world_size}
-
-    tokens = _parse_tokens(api, sizes, order)
+    sizes = dict(sizes)
+    notes = shrink_tp(api, sizes, world_size)
+    tokens = _list_tokens(api, sizes, order)
     has_data_size = not sizes.keys().isdisjoint(DATA_AXES)
     if world_size is not None and not has_data_size and not _has_inferred_size(sizes, api.axes):
-        sizes = {**sizes, "dp": -1}
-    dense_axes: list[str] = []
-    dense_sizes: list[int] = []
-    for token in reversed(tokens):
-        is_left_out = api is NAMEDMESH_API and token not in sizes
-        if token not in EXPERT_AXES and not is_left_out:
-            dense_axes.append(token)
-            dense_sizes.append(sizes.get(token, 1))
-    dense = Layout.from_shape(dense_axes, dense_sizes, world_size=world_size)
+        sizes["dp"] = -1
+    dense_sizes = order_dense_sizes(tokens, sizes)
+    if api is NAMEDMESH_API:
+        dense_sizes = {axis: size for axis, size in dense_sizes.items() if axis in sizes}
+    dense = Layout.from_shape(list(dense_sizes), list(dense_sizes.values()), world_size=world_size)
+    # Megatron makes the groups of experts in every job.
+    if sizes.keys().isdisjoint(EXPERT_AXES) and api.name != "megatron":
+        return JobLayout(api, dense, None, notes)
 
-    expert = _compute_expert_layout(api, sizes, tokens, dense)
+    # The pipeline axis belongs to both layouts, and its size is known by now.
+    expert_sizes = order_expert_sizes(tokens, sizes | dict(dense.items()))
+    expert = Layout.from_shape(list(expert_sizes), list(expert_sizes.values()), world_size=dense.world_size)
     # A stage holds dense layers and experts, so a pipeline must have the same ranks in both
     # layouts.
-    if (
-        expert is not None
-        and "pp" in dense
-        and make_partition_key(dense, "pp") != make_partition_key(expert, "pp")
-    ):
+    if "pp" in dense and make_partition_key(dense, "pp") != make_partition_key(expert, "pp"):
         raise LayoutError(
             f"the pipelines of {dense} and of the experts' {expert} are not the same ranks; put "
             f"pp first or last in the order {'-'.join(tokens)!r}"
         )
-    return JobLayout(api, dense, expert, tuple(notes))
+    return JobLayout(api, dense, expert, notes)
 
 
 def list_groups(job: JobLayout) -> tuple[GroupSpec, ...]:
@@ -341,14 +376,14 @@ def _check_axis_names(api: ParallelApi, sizes: Mapping[str, int]) -> None:
         raise AxisError(*problems)
 
 
-def _parse_tokens(api: ParallelApi, sizes: Mapping[str, int], order: str | None) -> list[str]:
+def _list_tokens(api: ParallelApi, sizes: Mapping[str, int], order: str | None) -> list[str]:
     """Return the axes of a job, fastest first, with ``ep`` among them.
 
     Axes that an order omits come last.
 
     Raises:
         AxisError: the order names an unknown axis, or omits one whose size is not 1.
-        LayoutError: the API has only one order.
+        LayoutError: the API has only one order, or the order names an axis twice.
     """
     default = list(reversed(api.axes))
     if api.has_experts:
@@ -361,57 +396,20 @@ def _parse_tokens(api: ParallelApi, sizes: Mapping[str, int], order: str | None)
             f"{api.name} has one order, {'-'.join(default)!r}, got {order!r}; omit the order, "
             f"or omit {api.name!r}"
         )
-    parsed = parse_order(order, default)
+    tokens = split_order(order, default)
     problems = []
-    for token in parsed.tokens:
+    for token in tokens:
         if token not in default:
             near = did_you_mean(token, default)
             problems.append(f"{token!r} in the order {order!r} is not one of {format_items(default)}{near}")
     for axis, size in sizes.items():
-        if size != 1 and axis in parsed.omitted:
+        if size != 1 and axis in default and axis not in order.split("-"):
             problems.append(f"axis {axis!r} has size {size} but is missing from the order {order!r}; add it")
     if problems:
         raise AxisError(*problems)
-    return parsed.tokens
-
-
-def _compute_expert_layout(
-    api: ParallelApi, sizes: Mapping[str, int], tokens: Sequence[str], dense: Layout
-) -> Layout | None:
-    """Return the layout of the experts, or None if the job has none.
-
-    Args:
-        api: the API.
-        sizes: the sizes that the caller gave.
-        tokens: the axes, fastest first, with ``ep`` among them.
-        dense: the layout of everything else.
-    """
-    # Megatron makes the groups of experts in every job.
-    if sizes.keys().isdisjoint(EXPERT_AXES) and api.name != "megatron":
-        return None
-    expert_names = {"pp": "pp", "ep": "ep", "tp": "etp"}
-    # Axes that an order omits come last. An omitted data axis must not move edp there, so only
-    # those count that exist in the dense layout.
-    data_axes = [axis for axis in DATA_AXES if axis in dense]
-    for axis in data_axes or DATA_AXES:
-        expert_names[axis] = "edp"
-    axes: list[str] = []
-    for token in reversed(tokens):
-        axis = expert_names.get(token, "")
-        if axis and axis not in axes:
-            axes.append(axis)
-
-    default_sizes = {"etp": dense.size("tp") if "tp" in dense else 1}
-    if not _has_inferred_size(sizes, EXPERT_AXES):
-        default_sizes["edp"] = -1
-    expert_sizes: list[int] = []
-    for axis in axes:
-        if axis in dense:
-            # The pipeline axis belongs to both layouts, and its size is known by now.
-            expert_sizes.append(dense[axis])
-        else:
-            expert_sizes.append(sizes.get(axis, default_sizes.get(axis, 1)))
-    return Layout.from_shape(axes, expert_sizes, world_size=dense.world_size)
+    if len({*tokens}) < len(tokens):
+        raise LayoutError(f"the order {order!r} names an axis twice; name each axis once")
+    return tokens
 
 
 def _has_inferred_size(sizes: Mapping[str, int], axes: Sequence[str]) -> bool:

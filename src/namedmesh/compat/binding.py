@@ -1,4 +1,4 @@
-"""Run the initializer of a legacy API, upstream's or our fallback's, on a mesh."""
+"""Run the initializer of a legacy library, upstream's or our fallback's, on a mesh."""
 
 from __future__ import annotations
 
@@ -45,48 +45,53 @@ class MeshRequest(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Binding:
-    """Binds meshes to the variables of one module of a legacy API.
-
-    Make one binding for each module: a second one would mistake the values that the first one has
-    set for the values without a mesh.
-
-    Args:
-        api: the name of the legacy API in ``LEGACY_APIS``.
-        title: its name for messages.
-        module: the module, upstream's or our own.
-        initializer: the name of its function that makes the groups.
-        destroyer: the name of its function that forgets them, if it has one.
-        empty: the value of each variable at import, by name.
+class Binding(State):
+    """The variables of one module of a library, and the module's own functions.
 
     Attributes:
-        module: the module.
-        state: the variables of the module, with separate values for each mesh.
-        replacements: the functions that the module gets in place of its own, by name.
+        initialize: the module's own function that makes the groups.
+        destroy: the module's own function that forgets them; resets the variables without one.
+        signature: the signature of ``initialize``.
     """
 
-    def __init__(  # noqa: PLR0917  the names of one module
-        self,
-        api: str,
-        title: str,
-        module: ModuleType,
-        initializer: str,
-        destroyer: str,
-        empty: Mapping[str, Any],
-    ) -> None:
-        self.api = api
-        self.module = module
-        self.state = State(title, initializer, module, empty)
-        self.upstream_initialize = getattr(module, initializer)
-        self.signature = signature(self.upstream_initialize)
-        self.upstream_destroy = getattr(module, destroyer, self.state.destroy)
-        # Partial objects, because update_wrapper cannot set the attributes of a bound method.
-        self.replacements = {initializer: update_wrapper(partial(self.initialize), self.upstream_initialize)}
-        if hasattr(module, destroyer):
-            self.replacements[destroyer] = update_wrapper(partial(self.destroy), self.upstream_destroy)
+    def __init__(self, library: Library, module: ModuleType) -> None:
+        super().__init__(library.title, library.initializer, module, library.find_variables(module))
+        self.initialize: Callable[..., Any] = getattr(module, library.initializer)
+        self.destroy: Callable[[], Any] = getattr(module, library.destroyer, self.reset)
+        self.signature = signature(self.initialize)
 
-    def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
-        """Let the accessors of the module return the groups of an existing mesh."""
+
+class Library(Patch):
+    """A legacy library: our fallback, and upstream's module if it can be imported.
+
+    A subclass knows how the library reads sizes, and how its variables are filled for a mesh.
+
+    Args:
+        module: our module.
+        fallbacks: the name of our module for each name of an upstream module.
+
+    Attributes:
+        name: the name in ``LEGACY_APIS``, and of the layer in this package.
+        title: the name for messages.
+        initializer: the name of the function that makes the groups.
+        destroyer: the name of the function that forgets them; a fork may lack it.
+        ours: the variables of our module.
+        active: the variables that count: upstream's after :meth:`install`, otherwise ours.
+    """
+
+    name: str
+    title: str
+    initializer: str
+    destroyer: str
+
+    def __init__(self, module: ModuleType, fallbacks: Mapping[str, str]) -> None:
+        super().__init__(UPSTREAM[self.name], fallbacks)
+        # Several releases of upstream may be imported, one after the other.
+        self._bindings: dict[ModuleType, Binding] = {}
+        self.ours = self.active = self._find_binding(module)
+
+    def find_variables(self, module: ModuleType) -> Mapping[str, Any]:
+        """Return the value of each variable of a module at its import, by name."""
         raise NotImplementedError
 
     def read_request(self, arguments: Mapping[str, Any]) -> MeshRequest:
@@ -100,87 +105,171 @@ class Binding:
         """
         raise NotImplementedError
 
-    def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Make a mesh, run the legacy API's own initializer on its groups, and bind the mesh.
+    def make_filler(
+        self, binding: Binding, mesh: NamedMesh, options: Mapping[str, Any]
+    ) -> Callable[[], object]:
+        """Return the function that assigns the groups of an existing mesh to the variables.
+
+        Args:
+            binding: the variables.
+            mesh: the mesh.
+            options: the options of :meth:`bind`.
+        """
+        raise NotImplementedError
+
+    def activate(self, binding: Binding) -> None:
+        """Use the variables of a module from now on, with the groups that they hold."""
+        self.unbind()
+        self.active = binding
+
+    def make_replacements(self, binding: Binding) -> dict[str, object]:
+        """Return the functions that a module gets in place of its own, by name."""
+        # Partial objects, because update_wrapper cannot set the attributes of a bound method.
+        initialize = partial(self.initialize, binding)
+        replacements: dict[str, object] = {self.initializer: update_wrapper(initialize, binding.initialize)}
+        if hasattr(binding.module, self.destroyer):
+            destroy = partial(self.destroy, binding)
+            replacements[self.destroyer] = update_wrapper(destroy, binding.destroy)
+        return replacements
+
+    def replace(self, module: ModuleType) -> Mapping[str, object]:
+        """Use the variables of upstream's module, and return the replacements of its functions."""
+        # The module may be a package that re-exports the function.
+        home = getattr(module, self.initializer).__module__
+        self.activate(self._find_binding(sys.modules[home]))
+        return self.make_replacements(self.active)
+
+    def restore(self) -> None:
+        """Use the variables of our module, after upstream's groups were destroyed."""
+        if self.active is not self.ours:
+            self.destroy()
+            self.activate(self.ours)
+
+    def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
+        """Bind a mesh to our module, or after ``install()`` to upstream's.
+
+        Without ``install()``, an upstream that can be imported is bound in addition.
+
+        Raises:
+            LayoutError: the library makes other groups than the mesh has.
+        """
+        check_open(mesh, f"{self.name}.bind")
+        bindings: list[Binding] = []
+        # If upstream cannot be imported here, no code asks it for groups.
+        with warnings.catch_warnings(), suppress(ImportError):
+            warnings.simplefilter("ignore")
+            if self.active is self.ours and is_installed(self.upstream):
+                bindings.append(self._find_binding(import_module(self.upstream)))
+        before: dict[State, NamedMesh | None] = {}
+        bound = Bound(mesh, before)
+        for binding in [*bindings, self.active]:
+            before[binding] = binding.bind(mesh, self.make_filler(binding, mesh, options), options)
+            problem = self._find_difference(binding, mesh)
+            if problem:
+                bound.end()
+                raise LayoutError(
+                    f"{self.title} cannot express the order of the axes of {mesh.layout}: {problem}"
+                )
+        return bound
+
+    def unbind(self) -> None:
+        """End the binding of the mesh that is bound. The mesh stays open, with its groups."""
+        for binding in self._bindings.values():
+            binding.unbind()
+
+    def current_mesh(self) -> NamedMesh:
+        """Return the mesh whose groups the accessors return now; raise a MeshError without one."""
+        return self.active.current_mesh()
+
+    def initialize(self, binding: Binding | None, *args: Any, **kwargs: Any) -> None:
+        """Make a mesh, run the library's own initializer on its groups, and bind the mesh.
 
         If there is no mesh for the arguments, the initializer runs by itself: it raises its own
         errors, or makes groups of its own, about which there is a warning.
 
         Collective: every rank must call it, with the same arguments.
-        """
-        self.run_initializer(args, kwargs)
 
-    def run_initializer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Do the work of :meth:`initialize`. Warnings are about the caller of its caller."""
-        initialize = partial(self.upstream_initialize, *args, **kwargs)
-        if not dist.is_initialized() or self.state.shown in self.state.requests:
+        Args:
+            binding: the module; None for the active one.
+            *args: the arguments of the initializer.
+            **kwargs: the same.
+        """
+        binding = binding or self.active
+        initialize = partial(binding.initialize, *args, **kwargs)
+        if not dist.is_initialized() or binding.shown in binding.requests:
             initialize()  # raises its own error: there is no default group, or it is initialized
             return
-        if self.state.shown is not None:
+        if binding.shown is not None:
             raise ContractError(
-                f"{self.state.api} is already initialized, for {self.state.shown.layout}, which "
+                f"{self.name} is already initialized, for {binding.shown.layout}, which "
                 "is selected; leave the block of the mesh, or call bind(mesh)"
             )
         try:
-            request = self._read_call(args, kwargs)
+            bound = binding.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            request = self.read_request(bound.arguments)
             mesh = _make_mesh(request)
         except AgreementError:
             raise  # no rank can make groups any more
-        except NamedMeshError as error:
+        except (NamedMeshError, TypeError, ValueError) as error:
+            # A fork may take other arguments, or values that are no sizes.
             initialize()
-            text = f"{self.state.initialize}() has made its own groups, without a mesh: {error}"
-            warnings.warn(text, stacklevel=3)
+            text = f"{self.initializer}() has made its own groups, without a mesh: {error}"
+            warnings.warn(text, stacklevel=2)
             return
         for note in request.notes:
-            warnings.warn(note, stacklevel=3)
+            warnings.warn(note, stacklevel=2)
         try:
-            values = self.state.fill(mesh, initialize)
+            binding.bind(mesh, initialize)
         except BaseException:
             # The mesh is known to this call alone.
             mesh.close()
             raise
-        problem = self._find_difference(mesh, values)
+        binding.owned = mesh
+        problem = self._find_difference(binding, mesh)
         if problem:
-            vars(self.module).update(values)
+            values = binding.read()
             mesh.close()
-            warnings.warn(f"{self.state.initialize}() has no mesh: {problem}", stacklevel=3)
-            return
-        self.state.bind_with_values(mesh, values, owned=True)
+            binding.write(values)
+            warnings.warn(f"{self.initializer}() has no mesh: {problem}", stacklevel=2)
 
-    def _find_difference(self, mesh: NamedMesh, values: Mapping[str, Any]) -> str:
-        """Return which axis has other ranks in the legacy API; empty if there is none.
+    def destroy(self, binding: Binding | None = None) -> None:
+        """End all bindings, and destroy the groups of the mesh that :meth:`initialize` made.
 
-        A fork may order ranks in another way than the API of which it is a copy.
+        Args:
+            binding: the module; None for the active one.
         """
-        for spec in LEGACY_APIS[self.api].groups:
+        binding = binding or self.active
+        if binding.shown is not None:
+            # Megatron destroys the gloo groups in its variables, but meshes may use them.
+            for name in binding.empty:
+                if name.endswith("_GLOO"):
+                    vars(binding.module)[name] = None
+        binding.destroy()
+        binding.reset()
+
+    def _find_binding(self, module: ModuleType) -> Binding:
+        """Return the variables of a module."""
+        if module not in self._bindings:
+            self._bindings[module] = Binding(self, module)
+        return self._bindings[module]
+
+    def _find_difference(self, binding: Binding, mesh: NamedMesh) -> str:
+        """Return which axis has other ranks in the library; empty if there is none.
+
+        A fork may order ranks in another way than the library of which it is a copy.
+        """
+        for spec in LEGACY_APIS[self.name].groups:
             axis = spec.axes[0]
-            group = values.get(spec.variable)
+            group = binding.values[mesh].get(spec.variable)
             if spec.members != "all" or len(spec.axes) > 1 or axis not in mesh or group is None:
                 continue
             ranks = dist.get_process_group_ranks(group)
             if tuple(ranks) != mesh.ranks(axis):
-                return f"{spec.variable} has the ranks {ranks}, and axis {axis!r} would have {list(mesh.ranks(axis))}"
+                return (
+                    f"{spec.variable} has the ranks {ranks}, and {axis!r} would have {list(mesh.ranks(axis))}"
+                )
         return ""
-
-    def _read_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MeshRequest:
-        """Return the mesh for a call of the initializer; LayoutError if there is none."""
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return self.read_request(bound.arguments)
-        except (TypeError, ValueError) as error:
-            # A fork may take other arguments. NamedMeshErrors of sizes are ValueErrors, too.
-            raise LayoutError(str(error)) from None
-
-    def destroy(self) -> None:
-        """End all bindings, and destroy the groups of the mesh that :meth:`initialize` made."""
-        if self.state.shown is not None:
-            # Megatron destroys the gloo groups in its variables, but meshes may use them.
-            for name in self.state.empty:
-                if name.endswith("_GLOO"):
-                    vars(self.module)[name] = None
-        self.upstream_destroy()
-        self.state.destroy()
 
 
 def _make_mesh(request: MeshRequest) -> NamedMesh:
@@ -191,117 +280,25 @@ def _make_mesh(request: MeshRequest) -> NamedMesh:
     """
     options = _find_open_options(request.sizes) | dict(request.options)
     mesh = init_mesh(request.sizes, timeout=request.timeout, options=options)
-    try:
-        if request.expert_sizes:
-            options = _find_open_options(request.expert_sizes)
-            for axis in mesh:
-                options.pop(axis, None)
+    if request.expert_sizes:
+        options = _find_open_options(request.expert_sizes)
+        for axis in mesh:
+            options.pop(axis, None)
+        try:
             mesh.add_view("expert", options=options, **request.expert_sizes)
-    except BaseException:
-        mesh.close()
-        raise
+        except BaseException:
+            mesh.close()
+            raise
     return mesh
+
+
+def make_layout(sizes: Mapping[str, int]) -> Layout:
+    """Return the layout of the world for sizes in this order; LayoutError if they do not fit."""
+    return Layout.from_shape([*sizes], [*sizes.values()], world_size=dist.get_world_size())
 
 
 def _find_open_options(sizes: Mapping[str, int]) -> dict[str, GroupOptions]:
     """Return options with which axes use the groups of open meshes; none for wrong sizes."""
-    try:
-        layout = Layout.from_shape(list(sizes), list(sizes.values()), world_size=dist.get_world_size())
-    except LayoutError:
-        return {}  # init_mesh raises the error on every rank
-    return find_shared_options(layout)
-
-
-class Api:
-    """A legacy API: our fallback, and upstream's module if it can be imported.
-
-    Args:
-        name: its name, which is also that of its layer in this package.
-        make_binding: makes the binding of an imported module of upstream.
-        fallback: the binding of our own module.
-        fallback_names: the name of our module for each name of an upstream module.
-        activate: called with the module whose variables count from now on: upstream's after
-            :meth:`install`, otherwise our own.
-
-    Attributes:
-        active: the binding of this module.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        make_binding: Callable[[ModuleType], Binding],
-        fallback: Binding,
-        fallback_names: Mapping[str, str],
-        activate: Callable[[ModuleType], object] = lambda _: None,
-    ) -> None:
-        self.name = name
-        self.upstream = UPSTREAM[name]
-        self.make_binding = make_binding
-        self.fallback = fallback
-        self.active = fallback
-        self.activate = activate
-        # One for each imported module. Tests import several releases.
-        self.bindings: dict[ModuleType, Binding] = {}
-        self.patch = Patch(self.upstream, self._activate_upstream, fallback_names, self._activate_fallback)
-
-    def find_binding(self, module: ModuleType) -> Binding:
-        """Return the binding of an imported module of upstream."""
-        if module not in self.bindings:
-            self.bindings[module] = self.make_binding(module)
-        return self.bindings[module]
-
-    def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
-        """Bind a mesh to our module, or after ``install()`` to upstream's.
-
-        Without ``install()``, an upstream that can be imported is bound in addition.
-        """
-        check_open(mesh, f"{self.name}.bind")
-        more = None
-        # If upstream cannot be imported here, no code asks it for groups.
-        with warnings.catch_warnings(), suppress(ImportError):
-            warnings.simplefilter("ignore")
-            if self.active is self.fallback and is_installed(self.upstream):
-                module = import_module(self.upstream)
-                more = self.find_binding(module).bind(mesh, **options)
-        bound = self.active.bind(mesh, **options)
-        if more is not None:
-            bound.add(more)
-        return bound
-
-    def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Make a mesh and bind it, by the function of the active module."""
-        self.active.run_initializer(args, kwargs)
-
-    def destroy(self) -> None:
-        """End all bindings, and close the mesh that :meth:`initialize` made."""
-        self.active.destroy()
-
-    def unbind(self) -> None:
-        """End the binding of the mesh that is bound. The mesh stays open, with its groups."""
-        for binding in (self.fallback, *self.bindings.values()):
-            binding.state.unbind()
-
-    def current_mesh(self) -> NamedMesh:
-        """Return the mesh whose groups the accessors return now; raise a MeshError without one."""
-        return self.active.state.current_mesh()
-
-    def _activate_upstream(self, module: ModuleType) -> Mapping[str, object]:
-        """Use the variables of upstream's module, and return the replacements of its functions."""
-        # The module may be a package that re-exports the function.
-        home = getattr(module, self.fallback.state.initialize).__module__
-        binding = self.find_binding(sys.modules[home])
-        self._activate(binding)
-        return binding.replacements
-
-    def _activate_fallback(self) -> None:
-        """Use the variables of our module, after upstream's groups were destroyed."""
-        if self.active is not self.fallback:
-            self.active.destroy()
-            self._activate(self.fallback)
-
-    def _activate(self, binding: Binding) -> None:
-        """Use the variables of a module from now on, with the groups that they hold."""
-        self.unbind()
-        self.active = binding
-        self.activate(binding.module)
+    with suppress(LayoutError):  # init_mesh raises the error on every rank
+        return find_shared_options(make_layout(sizes))
+    return {}

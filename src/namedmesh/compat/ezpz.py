@@ -26,7 +26,7 @@ import torch.distributed as dist
 from namedmesh.compat import fairscale
 from namedmesh.compat import layers as _layers
 from namedmesh.compat.layers import *
-from namedmesh.compat.model_parallel import ModelParallelLayer
+from namedmesh.compat.model_parallel import ModelParallelLibrary
 
 if TYPE_CHECKING:
 
@@ -77,7 +77,7 @@ def initialize_tensor_parallel(  # noqa: PLR0917  upstream's signature
 _parameters = {}
 for _axis, _name in {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}.items():
     _parameters[_axis] = (f"{_name}_parallel_size", f"{_name}_parallel_backend")
-_layer = ModelParallelLayer(
+_layer = ModelParallelLibrary(
     "ezpz",
     initialize_tensor_parallel,
     _parameters,

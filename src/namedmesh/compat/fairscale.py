@@ -23,6 +23,7 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -32,8 +33,8 @@ from namedmesh.compat import layers as _layers
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import *
 from namedmesh.compat.layers import ColumnLayer, Initializer, ParallelLayer, RowLayer, VocabEmbedding
-from namedmesh.compat.model_parallel import ModelParallelLayer
-from namedmesh.tensor_parallel.collectives import all_gather, gather, reduce_from_tp_region
+from namedmesh.compat.model_parallel import ModelParallelLibrary
+from namedmesh.tensor_parallel.collectives import Group, all_gather, gather, reduce_from_tp_region
 
 if TYPE_CHECKING:
 
@@ -79,7 +80,7 @@ def initialize_model_parallel(
 
 _UPSTREAM = "fairscale.nn.model_parallel"
 _PARTS = ("cross_entropy", "initialize", "layers", "mappings", "utils")
-_layer = ModelParallelLayer(
+_layer = ModelParallelLibrary(
     "fairscale",
     initialize_model_parallel,
     {
@@ -138,9 +139,9 @@ class _Layer(ParallelLayer):
 
     model_parallel: ClassVar = _layer
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.group = self.model_parallel.get_tensor_group()
+    def find_group(self, arguments: Mapping[str, Any]) -> Group:  # noqa: ARG002  the same for all
+        """Return the model-parallel group."""
+        return self.model_parallel.get_tensor_group()
 
     def get_master_weight(self) -> Tensor:
         """All-gather the weight of a linear layer.
@@ -185,13 +186,7 @@ class ColumnParallelLinear(_Layer, ColumnLayer):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.gather_output = gather_output
-        self.make_weight(init_method, stride, keep=keep_master_weight_for_test)
-        self.make_bias(bias)
-        self.output_size_per_partition = self.weight.shape[0]
+        super().__init__(locals())
 
     def forward(self, input_: Tensor) -> Tensor:
         """Apply the layer.
@@ -203,7 +198,7 @@ class ColumnParallelLinear(_Layer, ColumnLayer):
             The replicated output ``(..., out_features)`` or, without ``gather_output``, the local
             shard ``(..., out_features / t)``.
         """
-        return self.project(input_, self.weight, self.bias, gather_output=self.gather_output)
+        return self.project(input_, self.weight, self.gather_output)
 
 
 class RowParallelLinear(_Layer, RowLayer):
@@ -238,13 +233,7 @@ class RowParallelLinear(_Layer, RowLayer):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.input_is_parallel = input_is_parallel
-        self.make_weight(init_method, stride, keep=keep_master_weight_for_test)
-        self.make_bias(bias)
-        self.input_size_per_partition = self.weight.shape[1]
+        super().__init__(locals())
 
     def forward(self, input_: Tensor) -> Tensor:
         """Apply the layer.
@@ -296,14 +285,6 @@ class _Embedding(_Layer):
         init_method: Initializer = nn.init.xavier_normal_,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.padding_idx = padding_idx
-        self.max_norm = max_norm
-        self.norm_type = norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
-        self.sparse = sparse
         if max_norm is not None or scale_grad_by_freq:
             raise ContractError(
                 "max_norm and scale_grad_by_freq are not supported for sharded embeddings; omit them"
@@ -312,7 +293,7 @@ class _Embedding(_Layer):
             raise ContractError(
                 f"padding_idx must be an id from 0 to {num_embeddings - 1} or None, got {padding_idx}"
             )
-        self.make_weight(init_method, keep=keep_master_weight_for_test)
+        super().__init__(locals())
         self.embedding_dim_per_partition = self.weight.shape[1]
 
 
@@ -343,6 +324,7 @@ class ParallelEmbedding(_Embedding):
     """
 
     dim = 1
+    local_attribute = "embedding_dim_per_partition"
 
     def forward(self, input_: Tensor) -> Tensor:
         """Return the replicated embeddings ``(..., embedding_dim)`` of replicated ids."""

@@ -1,37 +1,27 @@
 """Parallel layers, mappings and the loss, once for all compatibility layers.
 
-The classes of each legacy API are subclasses with its arguments. Legacy code reads ``weight.shape`` as the shape of the local shard, and sets attributes on
-parameters. Parameters are therefore plain tensors and not DTensors. A layer keeps the group that it
-was created with. A size that the ranks of the group do not divide raises a ContractError.
+The classes of each legacy API are subclasses with its arguments. Legacy code reads ``weight.shape``
+as the shape of the local shard, and sets attributes on parameters. Parameters are therefore plain
+tensors and not DTensors. A layer keeps the group that it was created with. A size that the ranks of
+the group do not divide raises a ContractError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.tensor_parallel.collectives import (
-    Group,
-    copy_to_tp_region,
-    enter_tp_region,
-    exit_tp_region,
-    gather,
-    reduce_from_tp_region,
-    split,
-)
+from namedmesh.tensor_parallel import collectives
+from namedmesh.tensor_parallel.collectives import Group, enter_tp_region, gather
 from namedmesh.tensor_parallel.loss import rows_cross_entropy, target_problems
 
-__all__ = [
-    "VocabUtility",
-    "divide_and_check_no_remainder",
-    "ensure_divisibility",
-    "split_tensor_along_last_dim",
-]
+__all__ = ["VocabUtility", "divide_and_check_no_remainder", "ensure_divisibility"]
+__all__ += ["split_tensor_along_last_dim"]
 
 SELF_GROUP = Group("", 1, 0)
 """A group of one rank. It has no process group, because nothing is communicated over it."""
@@ -92,7 +82,7 @@ def scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
         ContractError: the dim cannot be split into equal shards.
     """
     check_even(tensor, dim, group.size)
-    return split(tensor, group, dim)
+    return collectives.split(tensor, group, dim)
 
 
 def sum_partial(partial: Tensor, group: Group, dim: int | None) -> Tensor:
@@ -103,12 +93,12 @@ def sum_partial(partial: Tensor, group: Group, dim: int | None) -> Tensor:
     """
     if dim is not None:
         check_even(partial, dim, group.size)
-    return exit_tp_region(partial, group, dim)
+    return collectives.exit_tp_region(partial, group, dim)
 
 
 REGIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
-    "copy_to": (copy_to_tp_region, ()),
-    "reduce_from": (reduce_from_tp_region, ()),
+    "copy_to": (collectives.copy_to_tp_region, ()),
+    "reduce_from": (collectives.reduce_from_tp_region, ()),
     "scatter_to": (scatter, (-1,)),
     "gather_from": (gather, (-1,)),
 }
@@ -178,36 +168,25 @@ class VocabUtility:
 # --- layers with sharded weights ---------------------------------------------------------------
 
 
-def fill_shard(shard: Tensor, initialize: Initializer, group: Group) -> None:
-    """Initialize a local shard on its device, with different random values on each rank.
-
-    Does not communicate.
-
-    Args:
-        shard: the local shard.
-        initialize: the function that fills it.
-        group: the group. Its ranks must have the same RNG state; they have the same state
-            afterwards.
-    """
-    device = shard.device
-    # Every rank draws the same number, so the default generators of the ranks stay identical.
-    seed = int(torch.randint(2**62, (), device=device)) + group.rank
-    # fork_rng always saves the CPU generator; it takes the list of the other devices.
-    other_devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=other_devices, device_type=device.type):
-        torch.manual_seed(seed)
-        initialize(shard)
+# The arguments of legacy layers that say how their parameters are made.
+_USED_BY_CONSTRUCTORS = {"self", "__class__", "init_method", "stride", "bias", "tp_group"}
+_USED_BY_CONSTRUCTORS |= {"keep_master_weight_for_test", "skip_weight_param_allocation"}
 
 
 class ParallelLayer(nn.Module):
     """Base class of layers with a weight that is sharded across the ranks of a group.
 
-    By default, all ranks must have the same RNG state: each rank initializes the full weight and
-    keeps its shard. If ``params_device`` is set, each rank initializes its shard only.
+    All ranks must have the same RNG state: each rank initializes the full weight and keeps its
+    shard, so that the values do not depend on the number of ranks.
+
+    Args:
+        arguments: the arguments of the legacy class by name, from ``locals()``. Those that do not
+            say how the parameters are made become attributes.
 
     Attributes:
         dim: the sharded dim of the weight.
         shape_attributes: the names of the attributes with the sizes of the full weight.
+        local_attribute: the name of the attribute with the size of the local shard.
         group: the ranks that share the weight.
         params_dtype: the dtype of the parameters; None for torch's default.
         params_device: the device of the parameters; None for torch's default.
@@ -218,6 +197,7 @@ class ParallelLayer(nn.Module):
 
     dim: ClassVar[int] = 0
     shape_attributes: ClassVar[tuple[str, str]] = ("out_features", "in_features")
+    local_attribute: ClassVar[str] = "output_size_per_partition"
     group: Group
     params_dtype: torch.dtype | None = None
     params_device: torch.device | None = None
@@ -227,87 +207,83 @@ class ParallelLayer(nn.Module):
     bias: nn.Parameter | None
     master_weight: Tensor | None = None
 
-    def make_weight(
-        self, initialize: Initializer, stride: int = 1, *, keep: bool = False, allocate: bool = True
-    ) -> None:
-        """Create the local shard of the weight.
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        for name, value in arguments.items():
+            if name not in _USED_BY_CONSTRUCTORS:
+                setattr(self, name, value)
+        self.group = self.find_group(arguments)
+        self.make_parameters(arguments)
+
+    def find_group(self, arguments: Mapping[str, Any]) -> Group:
+        """Return the group for the arguments of the layer."""
+        raise NotImplementedError
+
+    def make_parameters(self, arguments: Mapping[str, Any]) -> None:
+        """Create the local shard of the weight, and a bias of zeros for its output features.
 
         Args:
-            initialize: the function that fills the weight.
-            stride: the number of blocks into which the dim is divided; each block is sharded
-                separately. Fused weights (q, k and v, for example) have one block for each of them.
-            keep: whether to keep the full weight in ``master_weight``.
-            allocate: False to register ``weight`` as None.
+            arguments: the arguments of the layer. With a ``stride``, the dim has that many blocks,
+                and each block is sharded separately. Fused weights (q, k and v, for example) have
+                one block for each of them.
 
         Raises:
             ContractError: the dim cannot be split into equal shards.
         """
+        stride = arguments.get("stride", 1)
         full_shape = [getattr(self, name) for name in self.shape_attributes]
         num_ranks = self.group.size
         check_shards(full_shape[self.dim], num_ranks, stride, name=self.shape_attributes[self.dim])
-        self._local_shape = [*full_shape]
-        self._local_shape[self.dim] //= num_ranks
-        if not allocate:
-            self.register_parameter("weight", None)
-            return
-        shard = torch.empty(self._local_shape, dtype=self.params_dtype, device=self.params_device)
-        if self.perform_initialization and self.params_device is not None:
-            fill_shard(shard, initialize, self.group)
-        elif self.perform_initialization:
-            dtype = self.init_dtype or shard.dtype
-            full_weight = torch.empty(full_shape, dtype=dtype, device=shard.device)
-            initialize(full_weight)
-            # On one rank, upstream ignores the stride, and the dim need not be a multiple of it.
-            num_blocks = stride if num_ranks > 1 else 1
-            blocks = full_weight.unflatten(self.dim, (num_blocks, num_ranks, -1))
-            local_blocks = blocks.select(self.dim + 1, self.group.rank)
-            shard.copy_(local_blocks.flatten(self.dim, self.dim + 1))
-            if keep:
-                self.master_weight = full_weight
-        self.weight = nn.Parameter(shard)
-
-    def make_bias(self, wanted: bool) -> None:
-        """Create a bias of zeros, with one value for each output feature of the local weight.
-
-        Args:
-            wanted: False to register ``bias`` as None.
-        """
-        if not wanted:
-            self.register_parameter("bias", None)
-            return
-        zeros = torch.zeros(self._local_shape[0], dtype=self.params_dtype, device=self.params_device)
-        self.register_parameter("bias", nn.Parameter(zeros))
+        local_shape = list(full_shape)
+        local_shape[self.dim] //= num_ranks
+        setattr(self, self.local_attribute, local_shape[self.dim])
+        self.register_parameter("weight", None)
+        if not arguments.get("skip_weight_param_allocation", False):
+            shard = torch.empty(local_shape, dtype=self.params_dtype, device=self.params_device)
+            if self.perform_initialization:
+                dtype = self.init_dtype or shard.dtype
+                full_weight = torch.empty(full_shape, dtype=dtype, device=shard.device)
+                arguments["init_method"](full_weight)
+                # On one rank, upstream ignores the stride, and the dim need not be a multiple of it.
+                num_blocks = stride if num_ranks > 1 else 1
+                blocks = full_weight.unflatten(self.dim, (num_blocks, num_ranks, -1))
+                local_blocks = blocks.select(self.dim + 1, self.group.rank)
+                shard.copy_(local_blocks.flatten(self.dim, self.dim + 1))
+                if arguments.get("keep_master_weight_for_test", False):
+                    self.master_weight = full_weight
+            self.weight = nn.Parameter(shard)
+        self.register_parameter("bias", None)
+        if arguments.get("bias", False):
+            zeros = torch.zeros(local_shape[0], dtype=self.params_dtype, device=self.params_device)
+            self.bias = nn.Parameter(zeros)
 
 
 class ColumnLayer(ParallelLayer):
-    """Base class of linear layers with sharded output features."""
+    """Base class of linear layers with sharded output features.
 
-    def project(
-        self,
-        input_: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        gather_output: bool,
-        sequence_dim: int | None = None,
-        communicates_input: bool = True,
-    ) -> Tensor:
-        """Apply the layer.
+    Attributes:
+        gather_output: whether to all-gather the output features.
+    """
 
-        Forward: identity, or all-gather along ``sequence_dim``; with ``gather_output`` also
-        all-gather of the features. Backward: all-reduce, or reduce-scatter, of the input's gradient.
+    skip_bias_add = False
+
+    def enter(self, input_: Tensor) -> Tensor:
+        """Forward: identity. Backward: all-reduce of the input's gradient."""
+        return enter_tp_region(input_, self.group, None)
+
+    def project(self, input_: Tensor, weight: Tensor, gather_output: bool) -> Tensor:
+        """Apply the layer; with ``gather_output``, all-gather the features.
 
         Args:
-            input_: the replicated input, or its shard along ``sequence_dim``.
+            input_: the replicated input.
             weight: the local shard of the weight.
-            bias: the local shard of the bias.
             gather_output: whether the output is replicated.
-            sequence_dim: the dim along which the input is sharded.
-            communicates_input: False if the caller communicates the input and its gradient.
         """
-        if communicates_input:
-            input_ = enter_tp_region(input_, self.group, sequence_dim)
-        output = F.linear(input_, weight, bias)
+        output = F.linear(self.enter(input_), weight, None if self.skip_bias_add else self.bias)
         return gather(output, self.group, -1) if gather_output else output
 
 
@@ -319,7 +295,7 @@ class RowLayer(ParallelLayer):
     """
 
     dim = 1
-    input_is_parallel: bool
+    local_attribute = "input_size_per_partition"
 
     def project(self, input_: Tensor, group: Group, *, sequence_dim: int | None = None) -> Tensor:
         """Apply the layer without its bias, which is replicated.
@@ -347,14 +323,12 @@ class VocabEmbedding(ParallelLayer):
     """
 
     shape_attributes = ("num_embeddings", "embedding_dim")
-    num_embeddings: int
+    local_attribute = "num_embeddings_per_partition"
     padding_idx: int | None = None
     sparse = False
 
-    def make_weight(self, *args: Any, **kwargs: Any) -> None:
-        """Create the rows of the local ids, with the arguments of the base class."""
-        super().make_weight(*args, **kwargs)
-        self.num_embeddings_per_partition = self.weight.shape[0]
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
         self.vocab_start_index = self.group.rank * self.num_embeddings_per_partition
         self.vocab_end_index = self.vocab_start_index + self.num_embeddings_per_partition
 
@@ -384,9 +358,8 @@ class VocabEmbedding(ParallelLayer):
             return None
         # A negative padding id counts from the end of the global vocabulary, as in nn.Embedding.
         local_padding_idx = self.padding_idx % self.num_embeddings - self.vocab_start_index
-        if local_padding_idx not in range(self.num_embeddings_per_partition):
-            return None
-        return local_padding_idx
+        is_local = local_padding_idx in range(self.num_embeddings_per_partition)
+        return local_padding_idx if is_local else None
 
 
 # --- loss --------------------------------------------------------------------------------------
@@ -421,10 +394,8 @@ def cross_entropy(
         )
     if problems:
         raise ContractError(*problems)
-    smoothing = 0.0
-    if label_smoothing:
-        # Megatron rescales the smoothing, because its mean over the entries includes the target.
-        smoothing = label_smoothing * num_entries / (num_entries - 1)
+    # Megatron rescales the smoothing, because its mean over the entries includes the target.
+    smoothing = label_smoothing * num_entries / max(num_entries - 1, 1)
     if torch.promote_types(logits.dtype, dtype) is not dtype:
         logits = logits.to(dtype)
     return rows_cross_entropy(logits, target, None, group, dtype, smoothing, True)

@@ -8,9 +8,8 @@ imported under its name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -28,23 +27,29 @@ UPSTREAM = {
 """The compatibility layers that can be installed, with the upstream module of each."""
 
 
-@dataclass
 class Patch:
     """A reversible patch of an upstream module, or its fallback if upstream is not installed.
 
     Args:
-        module: the upstream module with the variables, such as ``"megatron.core.parallel_state"``.
-        replace: takes the imported module and returns the replacements of its functions, by name.
+        upstream: the upstream module with the variables, such as ``"megatron.core.parallel_state"``.
         fallbacks: the name of our module for each name of an upstream module.
-        restore: called by :meth:`uninstall` before everything else.
+
+    Attributes:
+        installed: whether :meth:`install` was called.
     """
 
-    module: str
-    replace: Callable[[ModuleType], Mapping[str, object]]
-    fallbacks: Mapping[str, str]
-    restore: Callable[[], None] = lambda: None
-    installed: bool = field(default=False, init=False)
-    _undo: ExitStack = field(default_factory=ExitStack, init=False)
+    def __init__(self, upstream: str, fallbacks: Mapping[str, str]) -> None:
+        self.upstream = upstream
+        self.fallbacks = fallbacks
+        self.installed = False
+        self._undo = ExitStack()
+
+    def replace(self, module: ModuleType) -> Mapping[str, object]:
+        """Return the replacements of the functions of upstream's module, by name."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Undo :meth:`replace`, before upstream has its own functions again."""
 
     def install(self, module: str | None = None) -> None:
         """Let upstream use the groups of our meshes. Call it first, and bind meshes afterwards.
@@ -62,15 +67,15 @@ class Patch:
         """
         if self.installed:
             return
-        name = module or self.module
+        name = module or self.upstream
         if is_installed(name):
             imported = import_module(name)
             warn_if_untested(name)
             self._replace_everywhere(imported, self.replace(imported))
         else:
-            for upstream_name, our_name in self.fallbacks.items():
-                self.set(sys.modules, upstream_name, import_module(our_name))
             # The packages around the names may import our modules, so all of these come first.
+            for upstream_name, our_name in self.fallbacks.items():
+                self._set(sys.modules, upstream_name, import_module(our_name))
             for upstream_name in self.fallbacks:
                 self._add_to_package(upstream_name)
         self._undo.callback(self.restore)
@@ -81,14 +86,8 @@ class Patch:
         self.installed = False
         self._undo.close()
 
-    def set(self, namespace: dict[str, Any], name: str, value: object) -> None:
-        """Set a name in a namespace; :meth:`uninstall` restores the previous value.
-
-        Args:
-            namespace: the ``__dict__`` of a module, or ``sys.modules``.
-            name: the name.
-            value: the object to set.
-        """
+    def _set(self, namespace: dict[str, Any], name: str, value: object) -> None:
+        """Set a name in a namespace; :meth:`uninstall` restores the previous value."""
         if name in namespace:
             self._undo.callback(namespace.__setitem__, name, namespace[name])
         else:
@@ -98,15 +97,12 @@ class Patch:
     def _replace_everywhere(self, module: ModuleType, replacements: Mapping[str, object]) -> None:
         """Replace functions in the upstream module, and in every module that has imported them."""
         # Functions are found by identity: code may have imported them under any name.
-        replacement_of: dict[int, object] = {}
-        for name, replacement in replacements.items():
-            if hasattr(module, name):  # a fork may lack a function
-                replacement_of[id(getattr(module, name))] = replacement
+        replacement_of = {id(getattr(module, name)): new for name, new in replacements.items()}
         for holder in list(sys.modules.values()):
             namespace = getattr(holder, "__dict__", {})
             for name, value in list(namespace.items()):
                 if id(value) in replacement_of:
-                    self.set(namespace, name, replacement_of[id(value)])
+                    self._set(namespace, name, replacement_of[id(value)])
 
     def _add_to_package(self, name: str) -> None:
         """Make a module an attribute of its package; create an empty package if it is missing."""
@@ -121,9 +117,9 @@ class Patch:
             # Code that asks whether the package is installed looks at its specification.
             empty.__spec__ = ModuleSpec(package, None, is_package=True)
             empty.__path__ = []
-            self.set(sys.modules, package, empty)
+            self._set(sys.modules, package, empty)
             self._add_to_package(package)
-        self.set(vars(sys.modules[package]), child, sys.modules[name])
+        self._set(vars(sys.modules[package]), child, sys.modules[name])
 
 
 def is_installed(name: str) -> bool:

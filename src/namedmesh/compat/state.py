@@ -8,7 +8,7 @@ the variables inside of :func:`namedmesh.share_groups`, so that they get the gro
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from inspect import getsource
 from types import ModuleType
@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from namedmesh import current
-from namedmesh.axes import DENSE_AXES, LEGACY_AXES
+from namedmesh.axes import DENSE_AXES, EXPERT_AXES, LEGACY_AXES
 from namedmesh.compat.errors import ContractError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.layout import Layout
@@ -28,7 +28,8 @@ from namedmesh.sharing import share_groups
 class State:
     """The variables of one legacy module, with separate values for each mesh.
 
-    Make one for each module. It does not communicate.
+    Make one for each module: a second one would mistake the values that the first one has set for
+    the values without a mesh.
 
     At any time, the variables have the values of one mesh, the *shown* mesh: the mesh that is
     selected with ``with mesh:``, in whatever thread, or else the mesh that was bound last. If code
@@ -36,8 +37,8 @@ class State:
     shown again. The same holds for values that are assigned while no mesh is shown.
 
     Args:
-        api: the name of the legacy API, for messages.
-        initialize: the name of its function that makes a mesh, for messages.
+        title: the name of the legacy API, for messages.
+        initializer: the name of its function that makes groups, for messages.
         module: the module.
         empty: the value of each variable at import, by name.
 
@@ -50,82 +51,67 @@ class State:
         owned: the mesh that the legacy API's own function made.
     """
 
-    def __init__(self, api: str, initialize: str, module: ModuleType, empty: Mapping[str, Any]) -> None:
-        self.api = api
-        self.initialize = initialize
+    def __init__(self, title: str, initializer: str, module: ModuleType, empty: Mapping[str, Any]) -> None:
+        self.title = title
+        self.initializer = initializer
         self.module = module
         self.empty = dict(empty)
-        self.values: dict[NamedMesh | None, dict[str, Any]] = {None: self._read()}
+        self.values: dict[NamedMesh | None, dict[str, Any]] = {None: self.read()}
         self.requests: dict[NamedMesh, object] = {}
         self.shown: NamedMesh | None = None
         self.bound: NamedMesh | None = None
         self.owned: NamedMesh | None = None
         current.watch(self.update_shown)
 
-    def _read(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         """Return the current values of the module's variables, by name."""
         return {name: vars(self.module)[name] for name in self.empty}
 
-    def _write(self, values: Mapping[str, Any]) -> None:
+    def write(self, values: Mapping[str, Any]) -> None:
         """Set the module's variables; those that ``values`` lacks get their value at import."""
         vars(self.module).update({**_copy_containers(self.empty), **values})
 
-    def fill(self, mesh: NamedMesh, initialize: Callable[[], object]) -> dict[str, Any]:
-        """Run a function that fills the variables with groups, and return their values.
+    def bind(
+        self, mesh: NamedMesh, initialize: Callable[[], object], request: object = None
+    ) -> NamedMesh | None:
+        """Bind a mesh. Its groups are assigned to the variables by a function.
 
-        Afterwards the variables have their previous values again.
+        The function does not run if the mesh was bound with the same options before.
         Collective: every rank must call it.
 
         Args:
-            mesh: the mesh whose groups the function gets from torch.
-            initialize: the function. It sees the variables as if there were no other mesh.
-        """
-        before = self._read()
-        # Without a mesh, a variable that was assigned by hand keeps its value, as it does upstream. Lists
-        # and dicts are copied, because upstream fills them in place.
-        self._write({} if self.shown else _copy_containers(before))
-        try:
-            with share_groups(mesh, keep_timeouts=True):
-                initialize()
-            return self._read()
-        finally:
-            self._write(before)
-
-    def bind_with_values(
-        self, mesh: NamedMesh, values: Mapping[str, Any], request: object = None, *, owned: bool = False
-    ) -> Bound:
-        """Bind a mesh, and set the values of the variables for it.
-
-        Args:
             mesh: the mesh.
-            values: the values of the variables for this mesh, by name.
-            request: the options with which the values were computed.
-            owned: whether :meth:`destroy` closes the mesh.
-        """
-        self.values[mesh] = dict(values)
-        self.requests[mesh] = request
-        if self.shown is mesh:
-            self._write(values)
-        if owned:
-            self.owned = mesh
-        return self.bind(mesh)
+            initialize: the function, which gets the groups of the mesh from torch. It sees the
+                variables as if there were no other mesh.
+            request: the options.
 
-    def bind(self, mesh: NamedMesh) -> Bound:
-        """Bind a mesh whose values were set by an earlier :meth:`bind_with_values`."""
-        bound = Bound(self, mesh, self.bound)
+        Returns:
+            The mesh that was bound before.
+        """
+        if mesh not in self.requests or self.requests[mesh] != request:
+            shown = self.read()
+            # Without a mesh, a variable that was assigned by hand keeps its value, as it does upstream.
+            # Lists and dicts are copied, because upstream fills them in place.
+            self.write({} if self.shown else _copy_containers(shown))
+            try:
+                with share_groups(mesh, keep_timeouts=True):
+                    initialize()
+                self.values[mesh] = self.read()
+            finally:
+                self.write(shown)
+            self.requests[mesh] = request
+            if self.shown is mesh:
+                self.write(self.values[mesh])
+        before = self.bound
         self.bound = mesh
         self.update_shown()
-        return bound
-
-    def has_values(self, mesh: NamedMesh, request: object = None) -> bool:
-        """Return whether a mesh was bound before with the same options."""
-        return mesh in self.requests and self.requests[mesh] == request
+        return before
 
     def current_mesh(self) -> NamedMesh:
         """Return the mesh whose groups the accessors return now; raise a MeshError without one."""
         if self.shown not in self.requests:
             raise MeshError(
-                f"{self.api} is not bound to a mesh; call {self.initialize}(...) or bind(mesh) first"
+                f"{self.title} is not bound to a mesh; call {self.initializer}(...) or bind(mesh) first"
             )
         return self.shown
 
@@ -134,15 +120,13 @@ class State:
         if self.bound is not None:
             self.update_shown(self.bound)
 
-    def destroy(self) -> None:
+    def reset(self) -> None:
         """End all bindings, reset the variables, and close the mesh that the legacy API made."""
         owned = self.owned
         self.values = {}
         self.requests = {}
-        self.bound = None
-        self.shown = None
-        self.owned = None
-        self._write({})
+        self.bound = self.shown = self.owned = None
+        self.write({})
         if owned is not None:
             owned.close()
 
@@ -155,7 +139,7 @@ class State:
             closed: the mesh that was closed, if that is the reason of the call.
         """
         if closed is None or closed is not self.shown:
-            self.values[self.shown] = self._read()
+            self.values[self.shown] = self.read()
         if closed is not None:
             self.values.pop(closed, None)
             self.requests.pop(closed, None)
@@ -164,7 +148,7 @@ class State:
             if self.owned is closed:
                 self.owned = None
         self.shown = current.selected_mesh() or self.bound
-        self._write(self.values.get(self.shown, {}))
+        self.write(self.values.get(self.shown, {}))
 
 
 def _copy_containers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,28 +163,29 @@ class Bound:
     """The binding of a mesh to a legacy API.
 
     It lasts until the next one, or for a ``with`` block, which also selects the mesh.
+
+    Args:
+        mesh: the mesh.
+        before: the variables to which it is bound, and the mesh that was bound to them before.
     """
 
-    def __init__(self, state: State, mesh: NamedMesh, before: NamedMesh | None) -> None:
+    def __init__(self, mesh: NamedMesh, before: Mapping[State, NamedMesh | None]) -> None:
         self.mesh = mesh
-        self._ends = [(state, before)]
-
-    def add(self, other: Bound) -> None:
-        """Let the block end another binding of the same mesh, too.
-
-        Args:
-            other: the binding to another module.
-        """
-        self._ends += other._ends
+        self._before = before
 
     def __enter__(self) -> NamedMesh:
         return self.mesh.__enter__()
 
     def __exit__(self, *_error: object) -> None:
-        for state, before in self._ends:
+        self.end()
+        self.mesh.__exit__(None, None, None)
+
+    def end(self) -> None:
+        """Bind the meshes again that were bound before."""
+        for state, before in self._before.items():
             if state.bound is self.mesh:  # a mesh that was bound in the block stays bound
                 state.bound = before if before in state.requests else None
-        self.mesh.__exit__(None, None, None)
+                state.update_shown()
 
 
 def read_variables(module: ModuleType, more: Iterable[str] = ()) -> dict[str, Any]:
@@ -215,61 +200,89 @@ def read_variables(module: ModuleType, more: Iterable[str] = ()) -> dict[str, An
     """
     variables = {}
     for statement in ast.parse(getsource(module)).body:
-        targets: list[Any] = []
-        if isinstance(statement, ast.Assign):
-            targets = statement.targets
-        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            targets = [statement.target]
-        for target in targets:
-            name = getattr(target, "id", "")
-            is_private = name.startswith("_") and not name.startswith("__")
-            try:
-                value = ast.literal_eval(statement.value)  # type: ignore[attr-defined]
-            except (TypeError, ValueError):
-                continue  # it is computed
-            if name in more or (is_private and (value is None or isinstance(value, (list, dict)))):
-                variables[name] = value
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
+            continue
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+        name = getattr(target, "id", "")
+        try:
+            value = ast.literal_eval(statement.value)
+        except (TypeError, ValueError):
+            continue  # it is computed
+        is_private = name.startswith("_") and not name.startswith("__")
+        if name in more or (is_private and (value is None or isinstance(value, (list, dict)))):
+            variables[name] = value
     return variables
 
 
 # --- the groups of a legacy API -----------------------------------------------------------------
 
 
-def find_mesh_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
-    """Return the axes of a layout that correspond to axes of a legacy API, in layout order.
+def list_group_ranks(layout: Layout, axes: Collection[str]) -> list[list[int]]:
+    """Return the ranks of every group over axes of a legacy API.
 
-    An axis that the layout lacks has size 1 and does not appear.
+    Args:
+        layout: a layout of all ranks of the world. An axis that it lacks has size 1.
+        axes: the axes, by the names that the legacy API gives them.
 
     Example:
         >>> from namedmesh import Layout
-        >>> find_mesh_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
-        ('dp_replicate', 'dp_shard', 'tp')
+        >>> list_group_ranks(Layout(dp_replicate=2, dp_shard=2, tp=2), ("cp", "dp"))
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
-    return tuple(axis for axis in layout.axes if axis in axes or LEGACY_AXES.get(axis) in axes)
+    return list_rank_sets(layout, [axis for axis in layout if {axis, LEGACY_AXES.get(axis)} & {*axes}])
 
 
-def make_groups(layout: Layout, axes: Collection[str], **arguments: Any) -> Any:
-    """Make all groups over axes of a legacy API with ``new_group``, and return this rank's.
+def list_rank_sets(layout: Layout, axes: Collection[str]) -> list[list[int]]:
+    """Return the ranks of every group over axes of a layout; each rank by itself without axes.
+
+    Args:
+        layout: the layout.
+        axes: the axes, by the names of the layout.
+    """
+    if not axes:
+        return [[rank] for rank in layout.ranks]
+    return [list(ranks) for ranks in layout.groups(*axes)]
+
+
+def make_groups(
+    rank_sets: Iterable[Sequence[int]], new_group: Callable[..., Any] = dist.new_group, **arguments: Any
+) -> Any:
+    """Make a group over each set of ranks; return this rank's (the last one), or None.
 
     Inside of :func:`namedmesh.share_groups` they are the groups of the mesh.
     Collective: every rank must call it.
 
     Args:
-        layout: a layout of all ranks of the world.
-        axes: the axes, by the names that the legacy API gives them.
-        **arguments: further arguments of ``new_group``.
+        rank_sets: the ranks of each group.
+        new_group: the function that makes a group.
+        **arguments: further arguments of the function.
     """
-    own = find_mesh_axes(layout, axes)
-    rank_sets: Iterable[Collection[int]] = [(rank,) for rank in layout.ranks]
-    if own:
-        rank_sets = layout.groups(*own)
     local_group = None
     # torch requires every rank to make every group, also those that it is not in.
     for ranks in rank_sets:
-        group = dist.new_group(list(ranks), **arguments)
+        group = new_group(list(ranks), **arguments)
         if dist.get_rank() in ranks:
             local_group = group
     return local_group
+
+
+def get_first_rank(group: dist.ProcessGroup) -> int:
+    """Return the global rank of the first member of a group."""
+    return dist.get_process_group_ranks(group)[0]
+
+
+def add_function(functions: dict[str, Any], name: str, function: Callable[..., Any], text: str) -> None:
+    """Add a function that was made from a row of a table.
+
+    Args:
+        functions: the functions by name.
+        name: the name of the function.
+        function: the function.
+        text: its docstring.
+    """
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    functions[name] = function
 
 
 def check_default_group(or_call: str = "torch.distributed.init_process_group()") -> None:
@@ -295,26 +308,19 @@ def check_open(mesh: object, call: str) -> None:
         raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
 
 
-def check_axes(
-    layout: Layout,
-    api: str,
-    allowed: Collection[str] = DENSE_AXES,
-    *,
-    experts: Collection[str] = (),
-    instead: str = "",
-) -> None:
+def check_axes(layout: Layout, api: str, allowed: Collection[str] = DENSE_AXES, instead: str = "") -> None:
     """Raise a LayoutError for axes of a mesh for which a legacy API has no group.
 
     Args:
         layout: the layout of the mesh.
         api: the name of the legacy API, for messages.
         allowed: the axes that the legacy API has.
-        experts: axes that a mesh may only have in a view for the experts.
-        instead: for messages, the advice if the layout has one of ``experts``.
+        instead: the advice if the layout has an axis of the experts; without one, such an axis is
+            unknown.
     """
     problems = []
     for axis in layout:
-        if axis in experts:
+        if instead and axis in {*EXPERT_AXES, "egtp_remat"}:
             problems.append(f"axis {axis!r} is one of the experts', and {instead}")
         elif axis not in allowed:
             text = f"axis {axis!r} has no place in {api}'s groups, which are over {', '.join(allowed)}"

@@ -8,15 +8,10 @@
 """
 
 from namedmesh.compat.deepspeed.binding import bind, install, unbind, uninstall
-from namedmesh.compat.deepspeed.topology import (
-    PipeDataParallelTopology,
-    PipelineParallelGrid,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-)
+from namedmesh.compat.deepspeed.topology import *
+from namedmesh.compat.deepspeed.topology import PipelineParallelGrid, ProcessTopology
 from namedmesh.compat.deepspeed.units import ModelParallelUnit, SequenceParallelUnit, mpu
 
-__all__ = ["bind", "install", "unbind", "uninstall"]
-__all__ += ["ModelParallelUnit", "SequenceParallelUnit", "mpu"]
-__all__ += ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
-__all__ += ["PipelineParallelGrid"]
+__all__ = ["ModelParallelUnit", "SequenceParallelUnit", "bind", "install", "mpu", "unbind", "uninstall"]
+__all__ += ["PipeDataParallelTopology", "PipeModelDataParallelTopology"]  # noqa: F405  of the topologies
+__all__ += ["PipelineParallelGrid", "ProcessTopology"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -13,41 +15,40 @@ import torch.distributed as dist
 from namedmesh.compat.deepspeed import topology as our_topology
 from namedmesh.compat.deepspeed.units import mpu
 from namedmesh.compat.patching import UPSTREAM, Patch
-from namedmesh.compat.state import Bound, State, check_open, make_groups, read_variables
+from namedmesh.compat.state import Bound, State, check_open, list_rank_sets, make_groups, read_variables
 from namedmesh.errors import AgreementError, NamedMeshError
 from namedmesh.init import init_mesh
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharing import share_groups
 
 
-def _list_replacements(module: ModuleType) -> dict[str, object]:
-    """Return the replacement of upstream's grid: its own, with groups of a mesh."""
-    upstream: Any = module.PipelineParallelGrid
+class _GridPatch(Patch):
+    """Lets DeepSpeed's pipelines use the groups of meshes."""
 
-    class PipelineParallelGrid(upstream):  # type: ignore[misc]
-        """DeepSpeed's own grid, on the groups of a mesh that is its attribute ``mesh``."""
+    def replace(self, module: ModuleType) -> Mapping[str, object]:
+        """Return the replacement of upstream's grid: its own, with groups of a mesh."""
+        upstream: Any = module.PipelineParallelGrid
 
-        def __init__(self, topology: Any = None, process_group: Any = None) -> None:
-            try:
-                self.mesh = init_mesh(
-                    our_topology.read_sizes(topology or our_topology.make_default_topology())
-                )
-            except AgreementError:
-                raise  # no rank can make groups any more
-            except NamedMeshError as error:
-                upstream.__init__(self, topology, process_group)
-                warnings.warn(
-                    f"DeepSpeed's grid has made its own groups, without a mesh: {error}", stacklevel=2
-                )
-                return
-            with share_groups(self.mesh):
-                upstream.__init__(self, topology, process_group)
+        class PipelineParallelGrid(upstream):  # type: ignore[misc]
+            """DeepSpeed's own grid, on the groups of a mesh that is its attribute ``mesh``."""
 
-    PipelineParallelGrid.__qualname__ = upstream.__qualname__
-    return {"PipelineParallelGrid": PipelineParallelGrid}
+            def __init__(self, topology: Any = None, process_group: Any = None) -> None:
+                sizes = our_topology.read_sizes(topology or our_topology.make_default_topology())
+                with ExitStack() as stack:
+                    try:
+                        self.mesh = init_mesh(sizes)
+                        stack.enter_context(share_groups(self.mesh))
+                    except AgreementError:
+                        raise  # no rank can make groups any more
+                    except NamedMeshError as error:
+                        text = f"DeepSpeed's grid makes its own groups, without a mesh: {error}"
+                        warnings.warn(text, stacklevel=2)
+                    upstream.__init__(self, topology, process_group)
+
+        return {"PipelineParallelGrid": PipelineParallelGrid}
 
 
-_patch = Patch(UPSTREAM["deepspeed"], _list_replacements, {UPSTREAM["deepspeed"]: our_topology.__name__})
+_patch = _GridPatch(UPSTREAM["deepspeed"], {UPSTREAM["deepspeed"]: our_topology.__name__})
 install = _patch.install
 uninstall = _patch.uninstall
 
@@ -57,7 +58,7 @@ def bind(mesh: NamedMesh) -> Bound:
 
     Call it before ``deepspeed.initialize(...)``. It sets the variables of
     ``deepspeed.utils.groups``, including ``mpu``, until the mesh is closed. Groups that DeepSpeed
-    makes later are its own; inside of :func:`namedmesh.share_groups`, they are those of the mesh.
+    makes later are its own; inside of :func:`namedmesh.share_groups`, they belong to the mesh.
 
     Collective: every rank of the mesh must call it when a mesh is bound for the first time.
 
@@ -77,10 +78,7 @@ def bind(mesh: NamedMesh) -> Bound:
     """
     check_open(mesh, "deepspeed.bind")
     state = _get_state()
-    if state.has_values(mesh):
-        return state.bind(mesh)
-    unit = mpu(mesh)
-    return state.bind_with_values(mesh, state.fill(mesh, partial(_assign_groups, mesh, unit)))
+    return Bound(mesh, {state: state.bind(mesh, partial(_assign_groups, mesh))})
 
 
 def unbind() -> None:
@@ -97,8 +95,9 @@ def _get_state() -> State:
     return State("DeepSpeed", "deepspeed.initialize", module, read_variables(module, more))
 
 
-def _assign_groups(mesh: NamedMesh, unit: Any) -> None:
+def _assign_groups(mesh: NamedMesh) -> None:
     """Assign the groups of a mesh, and their ranks, to DeepSpeed's variables."""
+    unit = mpu(mesh)
     tensor_group = unit.get_tensor_model_parallel_group()
     values: dict[str, Any] = {
         "mpu": unit,
@@ -112,7 +111,7 @@ def _assign_groups(mesh: NamedMesh, unit: Any) -> None:
             "_EXPERT_PARALLEL_GROUP": mesh.group("ep"),
             "_EXPERT_DATA_PARALLEL_GROUP": mesh.group("edp")
             if "edp" in mesh
-            else make_groups(mesh.layout, ()),
+            else make_groups(list_rank_sets(mesh.layout, ())),
         }
         # DeepSpeed has a dict of groups for the expert-parallel sizes of its MoE layers, under this
         # name.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -24,12 +24,8 @@ from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
 from namedmesh.sizes import format_sizes
 
-__all__ = [
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineParallelGrid",
-    "ProcessTopology",
-]
+__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid"]
+__all__ += ["ProcessTopology"]
 
 _MESH_AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
 """DeepSpeed's axes, and their usual names in a mesh."""
@@ -64,15 +60,17 @@ class ProcessTopology:
         self.axes = axes
         self.dims = dims
         coord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # noqa: PYI024  dynamic names
+        self.ProcessCoord = coord
         # Raises the errors of upstream, which makes a range of each size, if an axis has no integer
         # size.
-        coord(*[range(dims[index]) for index in range(len(axes))])
-        self.ProcessCoord = coord
-        find_mesh_axes = [_MESH_AXES.get(axis, axis) for axis in axes]
+        ranges = [range(dims[index]) for index in range(len(axes))]
+        mesh_axes = [_MESH_AXES.get(axis, axis) for axis in axes]
         # A topology may have both names of an axis, such as pipe and pp; then all names stay.
-        has_conflict = len(set(find_mesh_axes)) < len(find_mesh_axes)
-        self.layout = Layout.from_shape(axes if has_conflict else find_mesh_axes, dims)
-        self._layout_axes = dict(zip(axes, self.layout.axes, strict=True))
+        has_conflict = len(set(mesh_axes)) < len(mesh_axes)
+        self.layout = Layout.from_shape(axes if has_conflict else mesh_axes, dims)
+        self.mapping: dict[Any, int] = {}
+        for rank, position in enumerate(product(*ranges)):
+            self.mapping[coord(*position)] = rank
 
     def get_rank(self, **coord_kwargs: int) -> int:
         """Return the rank at a coordinate on every axis.
@@ -84,19 +82,18 @@ class ProcessTopology:
             LayoutError: an axis has no coordinate, or there is one too many.
             ContractError: a coordinate is outside of its axis.
         """
-        if len(coord_kwargs) != len(self._layout_axes):
+        if len(coord_kwargs) != len(self.axes):
             raise LayoutError(
                 "get_rank() needs a coordinate for each axis of "
                 f"{format_sizes(self.axes, self.dims)}, got {len(coord_kwargs)}; call "
                 "filter_match() for the ranks at some coordinates"
             )
         coord = self.ProcessCoord(**coord_kwargs)
-        ranks = self.filter_match(**coord_kwargs)
-        if not ranks:
+        if coord not in self.mapping:
             raise ContractError(
                 f"{coord} is outside of {format_sizes(self.axes, self.dims)}; coordinates count from 0"
             )
-        return ranks[0]
+        return self.mapping[coord]
 
     def get_axis_names(self) -> Sequence[str]:
         """Return the names of the axes, slowest first."""
@@ -120,12 +117,9 @@ class ProcessTopology:
             outer_sep: the text between axes.
         """
         omitted = frozenset(omit_axes)
-        shown_axes = [axis for axis in self.axes if axis not in omitted]
         # As upstream, accept any rank if there is nothing to show.
-        if not shown_axes:
-            return ""
-        coord = self.get_coord(rank)._asdict()
-        return outer_sep.join(f"{axis}{inner_sep}{coord[axis]:02d}" for axis in shown_axes)
+        shown = [axis for axis in self.axes if axis not in omitted]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(self.get_coord(rank), axis):02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
         """Return the size of an axis, or 0 if the topology does not have it."""
@@ -150,7 +144,7 @@ class ProcessTopology:
         """
         if axis not in self.axes:
             return []
-        return [list(ranks) for ranks in self.layout.groups(self._layout_axes[axis])]
+        return [list(ranks) for ranks in self.layout.groups(self.layout.axes[self.axes.index(axis)])]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
         """Return the ranks at given coordinates, ascending.
@@ -161,14 +155,11 @@ class ProcessTopology:
         Raises:
             AttributeError: the topology does not have an axis.
         """
-        coords = {}
-        for axis, coord in filter_kwargs.items():
-            # As upstream, raise for an unknown axis only if the filters before it match any ranks.
-            getattr(self.ProcessCoord, axis)
-            if coord not in range(self.get_dim(axis)):
-                return []
-            coords[self._layout_axes[axis]] = int(coord)
-        return list(self.layout.where(**coords))
+        coords = list(self.mapping)
+        for axis, position in filter_kwargs.items():
+            # As upstream, this raises for an unknown axis only if the filters before match any ranks.
+            coords = [coord for coord in coords if getattr(coord, axis) == position]
+        return [self.mapping[coord] for coord in coords]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks at one coordinate of an axis, ascending.
@@ -182,11 +173,6 @@ class ProcessTopology:
     def world_size(self) -> int:
         """Return the number of ranks."""
         return self.layout.world_size
-
-    @cached_property
-    def mapping(self) -> dict[Any, int]:
-        """The rank of every coordinate, ordered by rank. It is computed on first use."""
-        return {self.get_coord(rank): rank for rank in self.layout.ranks}
 
     def __str__(self) -> str:
         return str(self.mapping)
@@ -267,12 +253,11 @@ class PipelineParallelGrid(GroupAccessors):
         except LayoutError as error:
             # Upstream checks the number of ranks with an assertion.
             raise ContractError(*error.problems) from None
-        coord = topology.get_coord(0)
-        for axis in ("pipe", "data"):
-            if not hasattr(coord, axis):
-                mesh.close()
-                getattr(coord, axis)  # raises an AttributeError, as upstream
-        self._set_attributes(topology, mesh)
+        try:
+            self._set_attributes(topology, mesh)
+        except AttributeError:
+            mesh.close()
+            raise
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
@@ -295,29 +280,30 @@ class PipelineParallelGrid(GroupAccessors):
                 "dp: make the mesh with both, if only of size 1"
             )
         axes = [deepspeed_axes.get(axis, axis) for axis in mesh.layout]
-        topology = ProcessTopology(axes, mesh.layout.sizes)
-        grid._set_attributes(topology, mesh)  # noqa: SLF001  an instance of this class
+        grid._set_attributes(ProcessTopology(axes, mesh.layout.sizes), mesh)  # noqa: SLF001  an instance of this class
         return grid
 
     def _set_attributes(self, topology: Any, mesh: NamedMesh) -> None:
         """Set upstream's attributes: the groups, sizes and coordinates of this rank."""
-        find_mesh_axes = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
+        coord = topology.get_coord(mesh.global_rank)
+        self.stage_id: int = coord.pipe  # raises an AttributeError without this axis, as upstream
+        self.data_parallel_id: int = coord.data
+        axis_of = dict(zip(topology.get_axis_names(), mesh.layout, strict=True))
         kinds = {
-            "pipe": [find_mesh_axes["pipe"]],
-            "data": [find_mesh_axes["data"]],
+            "pipe": [axis_of["pipe"]],
+            "data": [axis_of["data"]],
             # DeepSpeed's model-parallel ranks are the ranks of one replica of the model.
-            "model": [mesh_axis for axis, mesh_axis in find_mesh_axes.items() if axis != "data"],
-            "slice": [find_mesh_axes["model"]] if "model" in find_mesh_axes else [],
+            "model": [mesh_axis for axis, mesh_axis in axis_of.items() if axis != "data"],
+            "slice": [axis_of["model"]] if "model" in axis_of else [],
         }
         super().__init__(mesh, kinds)
         self._topo = topology
         self.global_rank = mesh.global_rank
         self.world_size = mesh.layout.world_size
-
         # The fields of a GroupInfo: the group, its ranks, its size, the group rank, the first rank.
         pipe, data, model, tensor = self._group_infos.values()
-        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
-        self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
+        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, *_ = pipe
+        self.dp_proc_group, self.dp_group, self.data_parallel_size, *_ = data
         self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = model
         self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = tensor
         # Upstream's model_parallel_size is the size of the axis model, unlike its ds_model_world_size.
@@ -330,8 +316,7 @@ class PipelineParallelGrid(GroupAccessors):
         self.p2p_groups: list[list[int]] = []
         for ranks in self.pipe_groups:
             # The last stage is paired with the first one.
-            for stage, rank in enumerate(ranks):
-                self.p2p_groups.append([rank, ranks[(stage + 1) % len(ranks)]])
+            self.p2p_groups += map(list, zip(ranks, [*ranks[1:], ranks[0]], strict=True))
         self.p2p_groups.sort()
         if self.model_parallel_size > 1:
             # Upstream has these attributes in this case only, and never fills the second one.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from namedmesh.axes import DENSE_AXES, EXPERT_AXES
-from namedmesh.compat.state import check_axes, check_open, make_groups
+from namedmesh.axes import DENSE_AXES
+from namedmesh.compat.state import check_axes, check_open, list_group_ranks, make_groups
 from namedmesh.mesh import NamedMesh
 from namedmesh.sharing import share_groups
 
@@ -49,7 +49,7 @@ class GroupAccessors:
         self._group_infos: dict[str, GroupInfo] = {}
         with share_groups(mesh):
             for kind, axes in kinds.items():
-                group = make_groups(mesh.layout, axes)
+                group = make_groups(list_group_ranks(mesh.layout, axes))
                 ranks = dist.get_process_group_ranks(group)
                 group_rank = ranks.index(mesh.global_rank)
                 self._group_infos[kind] = GroupInfo(group, ranks, len(ranks), group_rank, ranks[0])
@@ -75,7 +75,6 @@ def add_accessors(owner: type[GroupAccessors], rows: Mapping[tuple[str, str], st
         for field in fields.split():
             accessor = _make_accessor(kind, field)
             accessor.__name__ = f"get_{name}_parallel_{field}"
-            accessor.__qualname__ = f"{owner.__qualname__}.{accessor.__name__}"
             setattr(owner, accessor.__name__, accessor)
 
 
@@ -137,7 +136,7 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     """
     check_open(mesh, "deepspeed.mpu")
     instead = "DeepSpeed makes its own groups for them; omit it from the mesh"
-    check_axes(mesh.layout, "DeepSpeed", (*DENSE_AXES, "sp"), experts=EXPERT_AXES, instead=instead)
+    check_axes(mesh.layout, "DeepSpeed", (*DENSE_AXES, "sp"), instead)
     kinds = {"pipe": ["pp"], "data": ["dp"], "model": ["pp", "tp"], "slice": ["tp"]}
     if "sp" not in mesh and "cp" not in mesh:
         return ModelParallelUnit(mesh, kinds)

@@ -16,23 +16,8 @@ from namedmesh.compat.megatron import parallel_state, tensor_parallel
 
 # Much code imports the module by its short name.
 from namedmesh.compat.megatron import parallel_state as mpu
-from namedmesh.compat.megatron.binding import (
-    bind,
-    current_mesh,
-    install,
-    unbind,
-    uninstall,
-)
+from namedmesh.compat.megatron.binding import bind, current_mesh, install, unbind, uninstall
 from namedmesh.compat.state import Bound
 
-__all__ = [
-    "Bound",
-    "bind",
-    "current_mesh",
-    "install",
-    "mpu",
-    "parallel_state",
-    "tensor_parallel",
-    "unbind",
-    "uninstall",
-]
+__all__ = ["Bound", "bind", "current_mesh", "install", "unbind", "uninstall"]
+__all__ += ["mpu", "parallel_state", "tensor_parallel"]

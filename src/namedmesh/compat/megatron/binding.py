@@ -7,7 +7,7 @@ Upstream's own ``initialize_model_parallel`` makes all groups, inside of
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from types import ModuleType
@@ -16,53 +16,52 @@ from typing import Any
 import torch.distributed as dist
 
 from namedmesh.axes import DENSE_AXES, DENSE_COUNTERPARTS, LEGACY_AXES
-from namedmesh.compat.binding import Api, Binding, MeshRequest
+from namedmesh.compat.binding import Binding, Library, MeshRequest
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.state import Bound, check_axes, read_variables
 from namedmesh.errors import LayoutError
 from namedmesh.layout import Layout
-from namedmesh.legacy import parse_order
+from namedmesh.legacy import order_dense_sizes, order_expert_sizes, split_order
 from namedmesh.mesh import NamedMesh
 
-_DENSE_SIZES = {
+_SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
     "gtp_remat_size": "gtp_remat",
-    # Forks that have one model-parallel axis only.
-    "model_parallel_size": "tp",
-}
-_EXPERT_SIZES = {
     "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "tp",
-    "expert_gtp_remat_size": "gtp_remat",
+    "expert_tensor_parallel_size": "etp",
+    "expert_gtp_remat_size": "egtp_remat",
 }
-"""The size arguments of ``initialize_model_parallel``, with Megatron's names of the axes."""
+"""The size arguments of ``initialize_model_parallel``, and their axes in a mesh."""
 
-_EXPERT_AXES = {name: axis for axis, name in DENSE_COUNTERPARTS.items()} | {"gtp_remat": "egtp_remat"}
-"""The experts' axes in a mesh, by Megatron's names, which dense axes have too."""
+_COUNTERPARTS = DENSE_COUNTERPARTS | {"egtp_remat": "gtp_remat"}
+"""Megatron's names of the experts' axes, which dense axes have too."""
 
-_SET_BY_MESH = (*_DENSE_SIZES, *_EXPERT_SIZES, "order", "rank_offset", "local_world_size")
-_SET_BY_MESH += ("distributed_timeout_minutes",)
+_SET_BY_MESH = (*_SIZES, "order", "rank_offset", "local_world_size", "distributed_timeout_minutes")
 """Arguments of ``initialize_model_parallel`` that a mesh or its options determine."""
 
 _DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
-class ParallelStateBinding(Binding):
-    """Binds meshes to one ``parallel_state``: upstream's, of any release, or ours.
+class ParallelStateLibrary(Library):
+    """Binds meshes to ``parallel_state``: upstream's, of any release, and ours."""
 
-    Args:
-        module: the module.
-        empty: the value of each variable at import; by default they are read from its source.
-    """
+    name = "megatron"
+    title = "Megatron's parallel state"
+    initializer = "initialize_model_parallel"
+    destroyer = "destroy_model_parallel"
 
-    def __init__(self, module: ModuleType, empty: Mapping[str, Any] | None = None) -> None:
-        if empty is None:
-            empty = read_variables(module)
-        names = ("initialize_model_parallel", "destroy_model_parallel")
-        super().__init__("megatron", "Megatron's parallel state", module, *names, empty)
+    def find_variables(self, module: ModuleType) -> Mapping[str, Any]:
+        """Return the value of each variable of a module at its import, by name."""
+        return parallel_state.VARIABLES if module is parallel_state else read_variables(module)
+
+    def activate(self, binding: Binding) -> None:
+        """Use the variables of a module, and let this package have its names."""
+        super().activate(binding)
+        vars(sys.modules[_OUR_PACKAGE]).update(parallel_state=binding.module, mpu=binding.module)
+        sys.modules[f"{_OUR_PACKAGE}.parallel_state"] = binding.module
 
     def read_request(self, arguments: Mapping[str, Any]) -> MeshRequest:
         """Return the mesh for the arguments of ``initialize_model_parallel``."""
@@ -71,108 +70,95 @@ class ParallelStateBinding(Binding):
         world_size = dist.get_world_size()
         if given.get("rank_offset", 0) or given.get("local_world_size", world_size) != world_size:
             raise LayoutError("a mesh has all ranks of the world; omit rank_offset and local_world_size")
-        sizes = _read_layouts(given)
+        # Some forks have one model-parallel axis only.
+        sizes = {"dp": -1, "tp": int(given.get("model_parallel_size", 1))}
+        for name, axis in _SIZES.items():
+            if name in given:
+                sizes[axis] = int(given[name])
+        default = _DEFAULT_ORDER.split("-")
+        tokens = split_order(str(given.get("order", _DEFAULT_ORDER)).lower(), default)
+        unknown = [token for token in tokens if token not in default]
+        if unknown:
+            raise LayoutError(
+                f"Megatron has no axis {', '.join(unknown)}; use {_DEFAULT_ORDER} in another order"
+            )
+        for axis, neighbor in (("gtp_remat", "tp"), ("egtp_remat", "ep")):
+            if sizes.get(axis, 1) > 1:
+                tokens.insert(tokens.index(neighbor) + 1, axis)
+        # Releases without expert parallelism make no such groups.
+        experts = order_expert_sizes(tokens, sizes) if "ep" in sizes else {}
         timeout = None
         if "distributed_timeout_minutes" in given:
             timeout = timedelta(minutes=given["distributed_timeout_minutes"])
-        # Releases without expert parallelism make no such groups.
-        has_experts = "expert_model_parallel_size" in given
-        return MeshRequest(sizes[0], sizes[1] if has_experts else {}, timeout)
+        return MeshRequest(order_dense_sizes(tokens, sizes), experts, timeout)
 
-    def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
-        """Bind an existing mesh. See :func:`namedmesh.compat.megatron.bind`."""
+    def make_filler(
+        self, binding: Binding, mesh: NamedMesh, options: Mapping[str, Any]
+    ) -> Callable[[], object]:
+        """Return a call of ``initialize_model_parallel`` with arguments that describe a mesh.
+
+        Raises:
+            ContractTypeError: the mesh determines one of the options.
+            LayoutError: Megatron has no group for an axis.
+        """
         problems = [name for name in options if name in _SET_BY_MESH]
         if problems:
             raise ContractTypeError(
                 f"bind() takes no {', '.join(problems)}, because the mesh determines it; omit it"
             )
-        # The groups of the same options exist already, so nothing has to be agreed on.
-        if self.state.has_values(mesh, options):
-            return self.state.bind(mesh)
-        arguments = self._describe(mesh)
-        values = self.state.fill(mesh, partial(self.upstream_initialize, **arguments, **options))
-        return self.state.bind_with_values(mesh, values, options)
-
-    def _describe(self, mesh: NamedMesh) -> dict[str, Any]:
-        """Return the arguments of ``initialize_model_parallel`` that describe a mesh.
-
-        Raises:
-            LayoutError: Megatron has no group for an axis, or cannot express the order of the axes.
-        """
-        check_axes(
-            mesh.layout,
-            "Megatron",
-            (*DENSE_AXES, "sp", "gtp_remat"),
-            experts=("ep", "edp", "etp", "egtp_remat"),
-            instead="their layout is another factorization of the world; omit it from the mesh "
-            "and add a view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
-        )
-        dense = _merge_axes(mesh.layout, LEGACY_AXES)
-        expert: dict[str, int] | None = None
-        expert_names = {axis: name for name, axis in _EXPERT_AXES.items()}
+        instead = "their layout is another factorization of the world; omit it from the mesh and add a "
+        instead += "view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)"
+        check_axes(mesh.layout, "Megatron", (*DENSE_AXES, "sp", "gtp_remat"), instead)
+        dense = _merge_axes(mesh.layout)
+        experts: dict[str, int] = {}
+        sizes = dense
         for view in mesh.views.values():
             # The first view that has an axis of the experts is theirs.
-            if expert is None and not {"ep", *expert_names}.isdisjoint(view):
-                expert = _merge_axes(view, expert_names)
-
-        known = self.signature.parameters
+            if sizes is dense and not {"ep", *_COUNTERPARTS}.isdisjoint(view):
+                experts = _merge_axes(view)
+                sizes = {"ep": 1, "etp": 1, **experts, **dense}
+        known = binding.signature.parameters
         arguments: dict[str, Any] = {}
-        for names, sizes in ((_DENSE_SIZES, dense), (_EXPERT_SIZES, expert)):
-            for name, axis in names.items():
-                size = sizes.get(axis, 1) if sizes is not None else None
-                parameter = f"{name}_" if f"{name}_" in known else name
-                # Without a view, Megatron lays experts out as the dense layers.
-                if size is not None and (parameter in known or size != 1) and name != "model_parallel_size":
-                    arguments[parameter] = size
-        order = _find_order(dense, expert or {})
+        for name, axis in _SIZES.items():
+            parameter = f"{name}_" if f"{name}_" in known else name
+            # Without a view, Megatron lays experts out as the dense layers. A fork may lack the sizes that
+            # are 1.
+            if axis in sizes and (parameter in known or sizes[axis] != 1):
+                arguments[parameter] = sizes[axis]
         if "order" in known:
-            arguments["order"] = order
-        given = {name.rstrip("_"): value for name, value in arguments.items()}
-        for wanted, sizes in zip((dense, expert), _read_layouts(given), strict=True):
-            made = Layout.from_shape(list(sizes), list(sizes.values()), world_size=mesh.layout.world_size)
-            if wanted is not None and _merge_axes(made, expert_names) != wanted:
-                raise LayoutError(
-                    f"{self.state.api} cannot express the order of the axes of {mesh.layout} and "
-                    f"its views {mesh.views}: it would make {made}; use this order"
-                )
-        return arguments
+            arguments["order"] = _find_order(dense, experts)
+        return partial(binding.initialize, **arguments, **options)
 
 
-def _merge_axes(layout: Layout, names: Mapping[str, str]) -> dict[str, int]:
-    """Return the sizes of a layout by Megatron's names, slowest first, without axes of size 1.
-
-    Args:
-        layout: the layout.
-        names: Megatron's names of axes that have another name in the layout.
+def _merge_axes(layout: Layout) -> dict[str, int]:
+    """Return the sizes of a layout by coarser names, slowest first, without axes of size 1.
 
     Raises:
         LayoutError: axes with one name in Megatron are not neighbors.
     """
     sizes: dict[str, int] = {}
     for axis, size in layout.items():
-        if size == 1:
-            continue
-        name = names.get(axis, axis)
-        if name in sizes and name != list(sizes)[-1]:
+        name = LEGACY_AXES.get(axis, axis)
+        if size > 1 and name in sizes and name != list(sizes)[-1]:
             raise LayoutError(
                 f"{axis!r} is {name!r} in Megatron, as an axis of {layout} that is not next to "
                 "it; put both next to each other"
             )
-        sizes[name] = sizes.get(name, 1) * size
+        if size > 1:
+            sizes[name] = sizes.get(name, 1) * size
     return sizes
 
 
-def _find_order(dense: dict[str, int], expert: dict[str, int]) -> str:
+def _find_order(dense: dict[str, int], experts: dict[str, int]) -> str:
     """Return Megatron's order string for the axes of the dense layers and of the experts."""
-    # Megatron adds gtp_remat itself.
-    tokens = [name for name in reversed(dense) if name != "gtp_remat"]
+    # Megatron adds the axes of gtp_remat itself.
+    tokens = [axis for axis in reversed(dense) if axis != "gtp_remat"]
     position = 0
-    for name in reversed(expert):
-        if name == "gtp_remat":
-            continue
+    for axis in reversed(experts):
+        name = _COUNTERPARTS.get(axis, axis)
         if name in tokens:
             position = tokens.index(name) + 1
-        else:
+        elif name != "gtp_remat":
             tokens.insert(position, name)
             position += 1
     # Axes of size 1 change no group. In the end they would have to be pp.
@@ -180,69 +166,22 @@ def _find_order(dense: dict[str, int], expert: dict[str, int]) -> str:
     return "-".join(omitted + tokens)
 
 
-def _read_layouts(arguments: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes of the dense layers' and of the experts' axes, slowest first.
-
-    Args:
-        arguments: the arguments of ``initialize_model_parallel`` that are not None.
-
-    Raises:
-        LayoutError: the order names an axis that Megatron does not have.
-    """
-    dense = {"dp": -1, "tp": 1, "cp": 1, "pp": 1}
-    for name, axis in _DENSE_SIZES.items():
-        if name in arguments:
-            dense[axis] = int(arguments[name])
-    expert = {"dp": -1, "tp": dense["tp"], "ep": 1, "pp": dense["pp"]}
-    for name, axis in _EXPERT_SIZES.items():
-        if name in arguments:
-            expert[axis] = int(arguments[name])
-    default = _DEFAULT_ORDER.split("-")
-    tokens = parse_order(str(arguments.get("order", _DEFAULT_ORDER)).lower(), default).tokens
-    unknown = [token for token in tokens if token not in default]
-    if unknown:
-        raise LayoutError(f"Megatron has no axis {', '.join(unknown)}; use {_DEFAULT_ORDER} in another order")
-    layouts = []
-    for sizes, neighbor, axes in ((dense, "tp", {}), (expert, "ep", _EXPERT_AXES)):
-        names = list(tokens)
-        if sizes.get("gtp_remat", 1) > 1:
-            names.insert(names.index(neighbor) + 1, "gtp_remat")
-        layouts.append({axes.get(name, name): sizes[name] for name in reversed(names) if name in sizes})
-    return layouts[0], layouts[1]
-
-
 # --- the active parallel state: our fallback, or upstream's after install() -----------------------
 
 _OUR_PACKAGE = "namedmesh.compat.megatron"
-_UPSTREAM_PACKAGE = "megatron.core"
 
 
-def _use_module(module: ModuleType) -> None:
-    """Let this package have the names of the active parallel state."""
-    package = sys.modules[_OUR_PACKAGE]
-    vars(package).update(parallel_state=module, mpu=module)
-    sys.modules[f"{_OUR_PACKAGE}.parallel_state"] = module
-
-
-def _list_fallback_names() -> dict[str, str]:
-    """Return the name of our module for each of upstream's, if megatron-core is missing."""
-    modules = {}
-    for name in ("parallel_state", "mpu"):
-        modules[f"{_UPSTREAM_PACKAGE}.{name}"] = f"{_OUR_PACKAGE}.parallel_state"
+_FALLBACKS = {f"megatron.core.{name}": f"{_OUR_PACKAGE}.parallel_state" for name in ("parallel_state", "mpu")}
+for _part in ("", ".cross_entropy", ".layers", ".mappings", ".utils"):
     # Our tensor_parallel has the names of upstream's submodules too.
-    for submodule in ("", ".cross_entropy", ".layers", ".mappings", ".utils"):
-        modules[f"{_UPSTREAM_PACKAGE}.tensor_parallel{submodule}"] = f"{_OUR_PACKAGE}.tensor_parallel"
-    return modules
-
-
-_fallback = ParallelStateBinding(parallel_state, parallel_state.VARIABLES)
+    _FALLBACKS[f"megatron.core.tensor_parallel{_part}"] = f"{_OUR_PACKAGE}.tensor_parallel"
+LIBRARY = ParallelStateLibrary(parallel_state, _FALLBACKS)
 # The fallback's own functions know no mesh, so the replacements are the ones that its users call.
-vars(parallel_state).update(_fallback.replacements)
-API = Api("megatron", ParallelStateBinding, _fallback, _list_fallback_names(), _use_module)
-unbind = API.unbind
-current_mesh = API.current_mesh
-install = API.patch.install
-uninstall = API.patch.uninstall
+vars(parallel_state).update(LIBRARY.make_replacements(LIBRARY.ours))
+unbind = LIBRARY.unbind
+current_mesh = LIBRARY.current_mesh
+install = LIBRARY.install
+uninstall = LIBRARY.uninstall
 
 
 def bind(mesh: NamedMesh, **options: Any) -> Bound:
@@ -280,4 +219,4 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
         True
         >>> mesh.close(); dist.destroy_process_group()
     """
-    return API.bind(mesh, **options)
+    return LIBRARY.bind(mesh, **options)

@@ -24,10 +24,11 @@ from namedmesh.compat.megatron.ranks import (
     default_position_embedding_ranks,
     split_ranks,
 )
-from namedmesh.compat.state import check_default_group
+from namedmesh.compat.state import check_default_group, make_groups
 from namedmesh.groups import set_timeout
-from namedmesh.launch import default_group_device
 from namedmesh.legacy import DENSE, MEGATRON_GROUPS, GroupSpec
+
+__all__ = ["get_nccl_options", "overwrite_nccl_comm_cfgs"]
 
 # Arguments that only megatron-core can use: NCCL settings, SHARP, and weights that are gathered for
 # each use. Our fallback takes their defaults.
@@ -83,17 +84,8 @@ class ParallelStateFallback:
         return group
 
     def _create_groups(self, rank_sets: Sequence[Sequence[int]], **options: Any) -> Any:
-        """Create a group over each set of ranks; return this rank's (the last one), or None.
-
-        Collective: every rank must call it.
-        """
-        local_group = None
-        # torch requires every rank to create every group, also those that it is not in.
-        for ranks in rank_sets:
-            group = self.create_group(ranks, **options)
-            if dist.get_rank() in ranks:
-                local_group = group
-        return local_group
+        """Create a group over each set of ranks; return this rank's (the last one), or None."""
+        return make_groups(rank_sets, self.create_group, **options)
 
     def create_hierarchical_groups(  # noqa: PLR0917  upstream's signature
         self,
@@ -188,15 +180,16 @@ class ParallelStateFallback:
             raise ContractRuntimeError(
                 "there are no groups to duplicate; call initialize_model_parallel(...)"
             )
-        duplicates: list[Any] = [None, None]
         variables = ["_DATA_PARALLEL_GROUP_WITH_CP"]
         if for_expert_parallelism and self.module["get_expert_model_parallel_world_size"]() > 1:
             variables.append("_EXPERT_DATA_PARALLEL_GROUP")
+        duplicates: list[Any] = [None, None]
         for position, variable in enumerate(variables):
             # A rank uses its own group only, but torch requires it to create every group.
-            sets = _gather_rank_sets(self.module[variable])
+            sets: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(sets, tuple(dist.get_process_group_ranks(self.module[variable])))
             name = f"{variable[1:]}_AG"
-            duplicates[position] = self._create_groups(sets, timeout=timeout, group_desc=name)
+            duplicates[position] = self._create_groups(sorted({*sets}), timeout=timeout, group_desc=name)
         return duplicates[0], duplicates[1]
 
     def update_pg_timeout(self, timeout: timedelta, pg: Any = None) -> None:
@@ -308,14 +301,22 @@ class ParallelStateFallback:
             "ends": get_embedding_ranks or default_embedding_ranks,
             "first": get_position_embedding_ranks or default_position_embedding_ranks,
         }
+        rank = dist.get_rank()
         for row in MEGATRON_GROUPS:
             if row.members not in omitted:
                 sets = _list_rank_sets(row, dense, expert, instances)
                 # Embeddings are on some stages of each pipeline, which the caller may choose.
                 if row.members in choose_ranks:
                     sets = [list(choose_ranks[row.members](pipeline)) for pipeline in sets]
-                self._create_row(row, sets, timeout, gloo=create_gloo_process_groups)
-        rank = dist.get_rank()
+                name = row.variable[1:]
+                self.module[row.variable] = self._create_groups(sets, timeout=timeout, group_desc=name)
+                if row.ranks:
+                    own = [list(ranks) for ranks in sets if rank in ranks]
+                    self.module[row.ranks] = own[0] if own else None
+                if row.gloo and create_gloo_process_groups:
+                    self.module[row.gloo] = self._create_groups(
+                        sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
+                    )
         for ranks in dense.get_ranks("cp") if hierarchical_context_parallel_sizes else []:
             sizes = hierarchical_context_parallel_sizes or ()
             name = "CONTEXT_PARALLEL_GROUP"
@@ -329,24 +330,6 @@ class ParallelStateFallback:
             self.module["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline_model_parallel_size
         # Layers of Megatron that do sequence parallelism expect the buffer.
         self.module["_set_global_memory_buffer"]()
-
-    def _create_row(
-        self, row: GroupSpec, rank_sets: Sequence[Sequence[int]], timeout: timedelta, *, gloo: bool
-    ) -> None:
-        """Create the groups of a row of the table, and assign this rank's to its variables.
-
-        Collective: every rank must call it.
-        """
-        name = row.variable[1:]
-        group = self._create_groups(rank_sets, timeout=timeout, group_desc=name)
-        self.module[row.variable] = group
-        if row.ranks:
-            own = [list(ranks) for ranks in rank_sets if dist.get_rank() in ranks]
-            self.module[row.ranks] = own[0] if own else None
-        if row.gloo and gloo:
-            self.module[row.gloo] = self._create_groups(
-                rank_sets, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO"
-            )
 
 
 def _list_rank_sets(
@@ -367,14 +350,6 @@ def _list_rank_sets(
     if row.members == "peers":
         return split_ranks(rank_sets, instances, instance_size)
     return rank_sets
-
-
-def _gather_rank_sets(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
-    """Return the ranks of the groups of all ranks, which have the same size. Collective."""
-    local_ranks = torch.tensor(dist.get_process_group_ranks(group), device=default_group_device())
-    gathered = [torch.empty_like(local_ranks) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local_ranks)
-    return list(dict.fromkeys(tuple(ranks.tolist()) for ranks in gathered))
 
 
 def _divide_world_size(world_size: int, *sizes: int) -> int:

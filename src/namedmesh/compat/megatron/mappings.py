@@ -17,26 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from namedmesh.compat import layers
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.layers import (
-    REGIONS,
-    SELF_GROUP,
-    VocabUtility,
-    check_even,
-    cross_entropy,
-    describe_region,
-    divide,
-    ensure_divisibility,
-    scatter,
-    split_tensor_along_last_dim,
-    sum_partial,
-)
-from namedmesh.tensor_parallel.collectives import (
-    Group,
-    all_gather_to_tp_region,
-    all_to_all_single,
-    gather,
-)
+from namedmesh.compat.layers import VocabUtility, divide, ensure_divisibility, split_tensor_along_last_dim
+from namedmesh.compat.state import add_function
+from namedmesh.tensor_parallel.collectives import Group, all_gather_to_tp_region, all_to_all_single, gather
 
 OptionalGroup: TypeAlias = "ProcessGroup | None"
 
@@ -57,7 +42,7 @@ def resolve_group(group: OptionalGroup, *, is_expert: bool = False) -> Group:
         passed.
     """
     if group is None and not dist.is_initialized():
-        return SELF_GROUP
+        return layers.SELF_GROUP
     if group is None:
         # Import it now, because install() replaces the module by megatron-core's.
         from namedmesh.compat.megatron import parallel_state
@@ -73,26 +58,23 @@ def resolve_group(group: OptionalGroup, *, is_expert: bool = False) -> Group:
 # --- region mappings ------------------------------------------------------------------------------
 
 _MAPPINGS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
-    "scatter_to_sequence_parallel_region": (scatter, (0,)),
+    "scatter_to_sequence_parallel_region": (layers.scatter, (0,)),
     "all_gather_last_dim_from_tensor_parallel_region": (all_gather_to_tp_region, (-1,)),
-    "reduce_scatter_last_dim_to_tensor_parallel_region": (sum_partial, (-1,)),
+    "reduce_scatter_last_dim_to_tensor_parallel_region": (layers.sum_partial, (-1,)),
 }
 """Functions of a tensor, a group, and the dim that they shard, by Megatron's names."""
 
-for _kind, _region in REGIONS.items():
+for _kind, _region in layers.REGIONS.items():
     _MAPPINGS[f"{_kind}_tensor_model_parallel_region"] = _region
 
 
-def _make_mapping(name: str) -> Callable[..., Tensor]:
-    """Return the mapping of a row of the table."""
-    function, dims = _MAPPINGS[name]
+def _add_mapping(name: str, function: Callable[..., Tensor], dims: tuple[int, ...]) -> None:
+    """Add the mapping of a row of the table to this module."""
 
     def mapping(input_: Tensor, group: OptionalGroup = None) -> Tensor:
         return function(input_, resolve_group(group), *dims)
 
-    mapping.__name__ = mapping.__qualname__ = name
-    mapping.__doc__ = describe_region(function)
-    return mapping
+    add_function(globals(), name, mapping, layers.describe_region(function))
 
 
 if TYPE_CHECKING:
@@ -100,7 +82,8 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
-globals().update({name: _make_mapping(name) for name in _MAPPINGS})
+for _name, _row in _MAPPINGS.items():
+    _add_mapping(_name, *_row)
 
 __all__ = ["VocabUtility", "divide", "ensure_divisibility", "split_tensor_along_last_dim"]
 __all__ += ["all_to_all", "all_to_all_hp2sp", "all_to_all_sp2hp", "gather_from_sequence_parallel_region"]
@@ -151,7 +134,7 @@ def reduce_scatter_to_sequence_parallel_region(
     Returns:
         The local shard of the sum, ``(s / t, ...)``.
     """
-    return sum_partial(input_, resolve_group(group), 0)
+    return layers.sum_partial(input_, resolve_group(group), 0)
 
 
 def all_to_all(
@@ -175,7 +158,7 @@ def all_to_all(
         raise ContractError("all_to_all was called without a group; pass the process group of its ranks")
     ranks = resolve_group(group)
     if input_split_sizes is None:
-        check_even(input_, 0, ranks.size)
+        layers.check_even(input_, 0, ranks.size)
     return all_to_all_single(input_, ranks, (input_split_sizes, output_split_sizes_))
 
 
@@ -190,7 +173,7 @@ def all_to_all_sp2hp(input_: Tensor, group: OptionalGroup = None) -> Tensor:
         All tokens, with the local shard of the features: ``(tokens, h / t)``.
     """
     ranks = resolve_group(group)
-    check_even(input_, -1, ranks.size)
+    layers.check_even(input_, -1, ranks.size)
     rows = input_.reshape(-1, input_.shape[-1])
     # The collective splits dim 0, so the features for each rank become a block of rows.
     return all_to_all_single(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
@@ -208,7 +191,7 @@ def all_to_all_hp2sp(input_: Tensor, group: OptionalGroup = None) -> Tensor:
     """
     ranks = resolve_group(group)
     rows = input_.reshape(-1, input_.shape[-1])
-    check_even(rows, 0, ranks.size)
+    layers.check_even(rows, 0, ranks.size)
     # Each rank sent its features of the local tokens: one block of rows each.
     return torch.cat(all_to_all_single(rows, ranks).chunk(ranks.size), dim=-1)
 
@@ -237,7 +220,7 @@ def vocab_parallel_cross_entropy(
         The losses, ``(s, b)``.
     """
     group = resolve_group(tp_group)
-    return cross_entropy(vocab_parallel_logits, target, group, torch.float32, label_smoothing)
+    return layers.cross_entropy(vocab_parallel_logits, target, group, torch.float32, label_smoothing)
 
 
 # --- attributes of parameters ---------------------------------------------------------------------

@@ -20,19 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.megatron.groups import (  # noqa: F401  upstream has these here
-    GlobalMemoryBuffer,
-    ParallelStateFallback,
-    get_nccl_options,
-    overwrite_nccl_comm_cfgs,
-)
-from namedmesh.compat.megatron.ranks import (  # noqa: F401  the same
-    RankGenerator,
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-    generate_masked_orthogonal_rank_groups,
-)
-from namedmesh.compat.megatron.tables import AccessorTable, list_variables, raise_uninitialized
+from namedmesh.compat.megatron.groups import *  # noqa: F403  upstream has these here
+from namedmesh.compat.megatron.groups import GlobalMemoryBuffer, ParallelStateFallback
+from namedmesh.compat.megatron.ranks import *  # noqa: F403  the same
+from namedmesh.compat.megatron.tables import AccessorTable, list_variables
 
 if TYPE_CHECKING:
 
@@ -43,12 +34,10 @@ logger = logging.getLogger(__name__)
 _module: Any = sys.modules[__name__]
 
 _fallback = ParallelStateFallback(globals())
-create_group = _fallback.create_group
-create_hierarchical_groups = _fallback.create_hierarchical_groups
-create_hybrid_dp_cp_groups = _fallback.create_hybrid_dp_cp_groups
-create_all_gather_groups = _fallback.create_all_gather_groups
-update_pg_timeout = _fallback.update_pg_timeout
-initialize_model_parallel = _fallback.initialize_model_parallel
+for _name in ("create_group", "create_hierarchical_groups", "create_hybrid_dp_cp_groups"):
+    globals()[_name] = getattr(_fallback, _name)
+for _name in ("create_all_gather_groups", "update_pg_timeout", "initialize_model_parallel"):
+    globals()[_name] = getattr(_fallback, _name)
 
 
 def destroy_model_parallel() -> None:
@@ -65,6 +54,7 @@ globals().update(VARIABLES)
 _table = AccessorTable(_module)
 globals().update(_table.functions)
 _read = _table.read
+_read_number = _table.read_number
 
 
 # --- initialization -------------------------------------------------------------------------------
@@ -129,9 +119,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
         ignore_virtual: whether to disregard the virtual stage.
         vp_stage: the virtual stage, which otherwise must be the first one of this rank.
     """
-    if not (ignore_virtual or _is_virtual_stage(vp_stage, 0)):
-        return False
-    return _module.get_pipeline_model_parallel_rank() == 0
+    return _is_stage(0, ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -141,20 +129,19 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
         ignore_virtual: whether to disregard the virtual stage.
         vp_stage: the virtual stage, which otherwise must be the last one of this rank.
     """
-    last = _module.get_pipeline_model_parallel_world_size() - 1
-    if not (ignore_virtual or _is_virtual_stage(vp_stage, -1)):
-        return False
-    return _module.get_pipeline_model_parallel_rank() == last
+    return _is_stage(-1, ignore_virtual, vp_stage)
 
 
-def _is_virtual_stage(vp_stage: int | None, index: int) -> bool:
-    """Return whether a virtual stage is the first (0) or last (-1); True without any."""
+def _is_stage(index: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
+    """Return whether this rank, and its virtual stage, is the first (0) or the last (-1) one."""
     count = _module._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    if count is None:
-        return True
-    if vp_stage is None:
-        raise ContractError("ignore_virtual=False needs a virtual stage; pass vp_stage=")
-    return vp_stage == index % count
+    if not ignore_virtual and count is not None:
+        if vp_stage is None:
+            raise ContractError("ignore_virtual=False needs a virtual stage; pass vp_stage=")
+        if vp_stage != index % count:
+            return False
+    stages = _module.get_pipeline_model_parallel_world_size()
+    return bool(_module.get_pipeline_model_parallel_rank() == index % stages)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -167,14 +154,12 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
     """
     ranks = _module._EMBEDDING_GLOBAL_RANKS or []
     rank = dist.get_rank()
-    if ignore_virtual or rank not in ranks:
-        return rank in ranks
-    # With virtual stages, only the first and the last one of the pipeline hold embeddings.
-    if rank == ranks[0]:
-        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-    if rank == ranks[-1]:
-        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    return True
+    if not ignore_virtual:
+        # With virtual stages, only the first and the last one of the pipeline hold embeddings.
+        for index in (0, -1):
+            if ranks and rank == ranks[index]:
+                return _is_stage(index, ignore_virtual, vp_stage)
+    return rank in ranks
 
 
 def is_rank_in_position_embedding_group() -> bool:
@@ -188,6 +173,13 @@ def is_rank_in_position_embedding_group() -> bool:
 def has_separate_all_gather_group() -> bool:
     """Return whether there is a duplicate of the data parallel group for all-gathers."""
     return _module._DATA_PARALLEL_GROUP_WITH_CP_AG is not None
+
+
+def _name_data_group(with_context_parallel: bool, partial: bool, end: str = "") -> str:
+    """Return the variable of a data parallel group; a partial one is over dp and cp only."""
+    start = "_INTRA_PARTIAL" if partial else ""
+    middle = "_WITH_CP" if with_context_parallel else ""
+    return f"{start}_DATA_PARALLEL_GROUP{middle}{end}"
 
 
 def get_data_parallel_group(
@@ -207,19 +199,11 @@ def get_data_parallel_group(
         independent_all_gather: whether to return the duplicate for all-gathers.
 
     Raises:
-        ContractError: the group does not exist, or only the group over dp and cp has the subgroup.
+        ContractError: the group does not exist. Only the group over dp and cp has the subgroup.
     """
-    if not with_context_parallel:
-        _check_not_partial(partial_data_parallel)
-        return _read("_DATA_PARALLEL_GROUP")
-    if partial_data_parallel:
-        # Initialization makes both groups, so the error names the one that legacy code knows.
-        return _module._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP or raise_uninitialized(
-            "_DATA_PARALLEL_GROUP_WITH_CP"
-        )
-    return _read(
-        "_DATA_PARALLEL_GROUP_WITH_CP_AG" if independent_all_gather else "_DATA_PARALLEL_GROUP_WITH_CP"
-    )
+    is_second = independent_all_gather and with_context_parallel and not partial_data_parallel
+    end = "_AG" if is_second else ""
+    return _read(_name_data_group(with_context_parallel, partial_data_parallel, end))
 
 
 def get_data_parallel_group_gloo(
@@ -232,18 +216,7 @@ def get_data_parallel_group_gloo(
         partial_data_parallel: whether to return its subgroup in this rank's optimizer
             instance.
     """
-    if not with_context_parallel:
-        _check_not_partial(partial_data_parallel)
-        return _read("_DATA_PARALLEL_GROUP_GLOO")
-    if partial_data_parallel:
-        return _read("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
-    return _read("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
-
-
-def _check_not_partial(partial_data_parallel: bool) -> None:
-    """Raise if the group of an optimizer instance is wanted without cp: upstream has none."""
-    if partial_data_parallel:
-        raise ContractError("partial_data_parallel needs with_context_parallel=True; pass both")
+    return _read(_name_data_group(with_context_parallel, partial_data_parallel, "_GLOO"))
 
 
 def get_data_parallel_world_size(
@@ -253,10 +226,8 @@ def get_data_parallel_world_size(
 
     The arguments are those for :func:`get_data_parallel_group`.
     """
-    assigned = _module._MPU_DATA_PARALLEL_WORLD_SIZE
-    if assigned is not None or not dist.is_initialized():
-        return assigned or 0
-    return get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel).size()
+    variable = _name_data_group(with_context_parallel, partial_data_parallel)
+    return _read_number("world_size", variable, "_MPU_DATA_PARALLEL")
 
 
 def get_data_parallel_rank(
@@ -266,10 +237,8 @@ def get_data_parallel_rank(
 
     The arguments are those for :func:`get_data_parallel_group`.
     """
-    assigned = _module._MPU_DATA_PARALLEL_RANK
-    if assigned is not None or not dist.is_initialized():
-        return assigned or 0
-    return get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel).rank()
+    variable = _name_data_group(with_context_parallel, partial_data_parallel)
+    return _read_number("rank", variable, "_MPU_DATA_PARALLEL")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -311,6 +280,12 @@ def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, grou
 # --- experts --------------------------------------------------------------------------------------
 
 
+def _name_expert_group(partial: bool, end: str = "") -> str:
+    """Return the variable of a data parallel group of the experts."""
+    start = "_INTRA_PARTIAL" if partial else ""
+    return f"{start}_EXPERT_DATA_PARALLEL_GROUP{end}"
+
+
 def get_expert_data_parallel_group(
     check_initialized: bool = True, *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> Any:
@@ -322,37 +297,31 @@ def get_expert_data_parallel_group(
         partial_expert_data_parallel: whether to return its subgroup in this rank's optimizer
             instance.
     """
-    start = "_INTRA_PARTIAL" if partial_expert_data_parallel else ""
-    return _read(f"{start}_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+    return _read(_name_expert_group(partial_expert_data_parallel), check_initialized)
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
     """Return the data parallel group of the experts. Upstream deprecates this name."""
-    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
+    return _read(_name_expert_group(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
     """Return the gloo group over the ranks of :func:`get_expert_data_parallel_group`."""
-    start = "_INTRA_PARTIAL" if partial_expert_data_parallel else ""
-    return _read(f"{start}_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+    return _read(_name_expert_group(partial_expert_data_parallel, "_GLOO"))
 
 
 def get_expert_data_parallel_world_size(
     *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Return the size of the experts' data parallel group; 0 without torch's default group."""
-    if not dist.is_initialized():
-        return 0
-    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel).size()
+    return _read_number("world_size", _name_expert_group(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_rank(
     *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Return this rank's index in the experts' data parallel group; 0 without a default group."""
-    if not dist.is_initialized():
-        return 0
-    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel).rank()
+    return _read_number("rank", _name_expert_group(partial_expert_data_parallel))
 
 
 # --- coordinates and buffers ----------------------------------------------------------------------
@@ -360,13 +329,8 @@ def get_expert_data_parallel_rank(
 
 def get_all_ranks() -> str:
     """Return this rank's indices in the tp, dp, cp, pp and ep groups, joined by underscores."""
-    ranks = (
-        _module.get_tensor_model_parallel_rank(),
-        get_data_parallel_rank(),
-        _module.get_context_parallel_rank(),
-        _module.get_pipeline_model_parallel_rank(),
-        _module.get_expert_model_parallel_rank(),
-    )
+    kinds = ("tensor_model", "data", "context", "pipeline_model", "expert_model")
+    ranks = [getattr(_module, f"get_{kind}_parallel_rank")() for kind in kinds]
     # A rank that was assigned may be None.
     return "_".join(str(rank or 0) for rank in ranks)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
+from namedmesh.compat.state import list_rank_sets
 from namedmesh.layout import Layout
-from namedmesh.legacy import parse_order
+from namedmesh.legacy import split_order
+
+__all__ = ["RankGenerator", "default_embedding_ranks", "default_position_embedding_ranks"]
+__all__ += ["generate_masked_orthogonal_rank_groups"]
 
 
 class RankGenerator:
@@ -36,25 +40,20 @@ class RankGenerator:
                 f"ep is {ep} and cp is {cp}, but a RankGenerator takes one of them only: cp for "
                 "the dense layers, or ep for the experts"
             )
-        self.tp = tp
-        self.ep = ep
-        self.dp = dp
-        self.pp = pp
-        self.cp = cp
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
-        parsed = parse_order(order.lower(), tuple(self.name_to_size))
-        for name in parsed.omitted:
+        vars(self).update(self.name_to_size)
+        tokens = split_order(order.lower(), tuple(self.name_to_size))
+        for name, size in self.name_to_size.items():
             # Upstream searches the text of the order, in which "dpp" contains both "dp" and "pp".
-            if name not in order.lower() and self.name_to_size[name] != 1:
+            if name not in order.lower() and size != 1:
                 raise ContractRuntimeError(
-                    f"{name} has size {self.name_to_size[name]}, but the order {order!r} does not "
-                    f"name it; add {name!r}"
+                    f"{name} has size {size}, but the order {order!r} does not name it; add {name!r}"
                 )
-        self.order = "-".join(parsed.tokens)
+        self.order = "-".join(tokens)
         self.rank_offset = rank_offset
-        self.ordered_size = [self.name_to_size[name] for name in parsed.tokens]
+        self.ordered_size = [self.name_to_size[name] for name in tokens]
         # An order string starts with the fastest axis, a layout with the slowest.
-        self.layout = Layout.from_shape(parsed.tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset)
+        self.layout = Layout.from_shape(tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset)
         self.world_size = self.layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
@@ -67,13 +66,6 @@ class RankGenerator:
         """Return the ranks of every group over a token's axes; ValueError if one is unknown."""
         self.get_mask(self.order, token)
         return list_rank_sets(self.layout, token.split("-"))
-
-
-def list_rank_sets(layout: Layout, axes: Collection[str]) -> list[list[int]]:
-    """Return the ranks of every group over axes of a layout; each rank by itself without axes."""
-    if not axes:
-        return [[rank] for rank in layout.ranks]
-    return [list(ranks) for ranks in layout.groups(*axes)]
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -124,9 +116,7 @@ def split_ranks(sets: Sequence[Sequence[int]], size: int, stride: int = 1) -> li
 
 def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
     """Return the ranks of a pipeline that hold word embeddings: the first and the last."""
-    if len(pp_ranks) == 1:
-        return [pp_ranks[0]]
-    return [pp_ranks[0], pp_ranks[-1]]
+    return list(dict.fromkeys((pp_ranks[0], pp_ranks[-1])))
 
 
 def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:

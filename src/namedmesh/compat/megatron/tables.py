@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
+from namedmesh.compat.state import add_function
 from namedmesh.legacy import MEGATRON_GROUPS
 
 # By the name of an accessor, the variable whose first entry it returns.
@@ -38,27 +39,24 @@ _NUMBERS = {
     "data_parallel": ("_MPU_DATA_PARALLEL", ""),
 }
 
+_ALWAYS_RAISE = {"_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP"}
+
 
 def list_variables() -> dict[str, Any]:
     """Return the value of each variable at import, under upstream's name."""
-    variables: dict[str, Any] = {}
+    names = ["_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"]
     for row in MEGATRON_GROUPS:
         # This rank's group; its global ranks, and a gloo group over the same ranks, if upstream has
         # them.
-        for variable in (row.variable, row.ranks, row.gloo):
-            if variable:
-                variables[variable] = None
-    variables["_HYBRID_DP_CP_GROUPS"] = {}  # by the number of ranks
-    # Sizes and ranks that were assigned with a set_ function.
+        names += filter(None, (row.variable, row.ranks, row.gloo))
     for assigned, _ in _NUMBERS.values():
         if assigned:
-            variables[f"{assigned}_WORLD_SIZE"] = None
-            variables[f"{assigned}_RANK"] = None
-    # Buffers, and the groups of this rank after None, which is the default group.
-    variables["_GLOBAL_MEMORY_BUFFER"] = None
-    variables["_GLOBAL_SYMMETRIC_MEMORY_BUFFER"] = None
-    variables["_global_process_group_list"] = None
-    return variables
+            # A size and a rank that were assigned with a set_ function.
+            names += [f"{assigned}_WORLD_SIZE", f"{assigned}_RANK"]
+    # The groups of this rank after None, which is the default group.
+    names.append("_global_process_group_list")
+    # The last ones are by the number of ranks.
+    return dict.fromkeys(names) | {"_HYBRID_DP_CP_GROUPS": {}}
 
 
 class AccessorTable:
@@ -84,30 +82,59 @@ class AccessorTable:
         for name, variable in _FIRST_RANKS.items():
             self._add_first_rank(name, variable)
         for kind, (assigned, variable) in _NUMBERS.items():
-            if assigned:
-                self._add_setters(kind, assigned)
-            if variable:
-                self._add_number(kind, "world_size", variable, assigned)
-                self._add_number(kind, "rank", variable, assigned)
+            for use in ("world_size", "rank"):
+                if assigned:
+                    self._add_setter(f"set_{kind}_{use}", use, f"{assigned}_{use.upper()}")
+                if variable:
+                    self._add_number(f"get_{kind}_{use}", use, variable, assigned)
+        # Upstream has no such function.
+        del self.functions["set_data_parallel_world_size"]
 
     def read(self, variable: str, check_initialized: bool = True) -> Any:
         """Return the value of a variable; if it is empty, raise a ContractError or return None.
 
         Args:
-            variable: the name of the variable.
+            variable: the name of the variable; one that does not exist is empty.
             check_initialized: whether to raise.
         """
-        value = getattr(self.module, variable)
+        value = getattr(self.module, variable, None)
         if value:
             return value
-        return raise_uninitialized(variable) if check_initialized else None
+        if not check_initialized:
+            return None
+        name = variable.strip("_").replace("_", " ").lower()
+        raise ContractError(
+            f"the {name} is not initialized; call initialize_model_parallel(...) with the option that "
+            "makes it, or namedmesh.compat.megatron.bind(mesh)"
+        )
+
+    def read_number(self, use: str, variable: str, assigned: str = "") -> Any:
+        """Return the size of a group, or this rank's index in it.
+
+        Args:
+            use: ``"world_size"`` or ``"rank"``.
+            variable: the variable of the group.
+            assigned: the start of the variable that the ``set_`` function assigns; empty without
+                such a function.
+        """
+        value = getattr(self.module, f"{assigned}_{use.upper()}") if assigned else None
+        if value is not None:
+            return value
+        if not getattr(self.module, variable, None):
+            if variable == "_EXPERT_TENSOR_PARALLEL_GROUP":
+                # As upstream: the number that was assigned for the dense layers, or None.
+                return getattr(self.module, f"_MPU_TENSOR_MODEL_PARALLEL_{use.upper()}")
+            # Without torch's default group, upstream raises for these two groups, and returns 0 for
+            # others.
+            if variable not in _ALWAYS_RAISE and not dist.is_initialized():
+                return 0
+        group = self.read(variable)
+        return group.size() if use == "world_size" else group.rank()
 
     def _add(self, function: Callable[..., Any], name: str, text: str) -> None:
         """Add an accessor under a name, with a docstring."""
-        function.__name__ = function.__qualname__ = name
         function.__module__ = self.module.__name__
-        function.__doc__ = text
-        self.functions[name] = function
+        add_function(self.functions, name, function, text)
 
     def _add_reader(self, name: str, variable: str) -> None:
         """Add the accessor that returns a variable."""
@@ -126,66 +153,23 @@ class AccessorTable:
 
         self._add(get, name, f"Return ``{variable}[0]``.")
 
-    def _add_number(self, kind: str, use: str, variable: str, assigned: str) -> None:
-        """Add the accessor of the size of a group, or of this rank's index in it.
-
-        Args:
-            kind: the kind of the group.
-            use: ``"world_size"`` or ``"rank"``.
-            variable: the variable of the group.
-            assigned: the start of the variable that the ``set_`` function assigns; empty without
-                such a function.
-        """
-        module = self.module
-        assigned_variable = f"{assigned}_{use.upper()}"
-        assigned_to_dense = f"_MPU_TENSOR_MODEL_PARALLEL_{use.upper()}"
-        # Without torch's default group, upstream raises for these two kinds, and returns 0 for others.
-        always_raises = kind in {"tensor_model_parallel", "pipeline_model_parallel"}
+    def _add_number(self, name: str, use: str, variable: str, assigned: str) -> None:
+        """Add the accessor of the size of a group, or of this rank's index in it."""
 
         def get() -> Any:
-            value = getattr(module, assigned_variable) if assigned else None
-            if value is not None:
-                return value
-            group = getattr(module, variable)
-            if group:
-                return group.size() if use == "world_size" else group.rank()
-            if kind == "expert_tensor_parallel":
-                # As upstream: the number that was assigned for the dense layers, or None.
-                return getattr(module, assigned_to_dense)
-            if always_raises or dist.is_initialized():
-                raise_uninitialized(variable)
-            return 0
+            return self.read_number(use, variable, assigned)
 
-        meaning = "number of ranks" if use == "world_size" else "index of this rank"
-        text = f"Return the {meaning} in ``{variable}``"
-        self._add(get, f"get_{kind}_{use}", f"{text}, or the assigned one." if assigned else f"{text}.")
+        self._add(get, name, f"Return the {use.replace('_', ' ')} in ``{variable}``, or the assigned one.")
 
-    def _add_setters(self, kind: str, assigned: str) -> None:
-        """Add the ``set_`` functions that assign a size and a rank to variables."""
-        module = self.module
-
+    def _add_setter(self, name: str, use: str, variable: str) -> None:
+        """Add the function that assigns a size or a rank to a variable."""
         # Legacy code may pass the argument by name, and the two functions have different names for it.
 
         def set_size(world_size: int | None) -> None:
-            setattr(module, f"{assigned}_WORLD_SIZE", world_size)
+            setattr(self.module, variable, world_size)
 
         def set_rank(rank: int | None) -> None:
-            setattr(module, f"{assigned}_RANK", rank)
+            setattr(self.module, variable, rank)
 
-        text = "Override the {0} that the accessor returns; None restores the {0} of the group."
-        if kind != "data_parallel":  # upstream has no such function
-            self._add(set_size, f"set_{kind}_world_size", text.format("size"))
-        self._add(set_rank, f"set_{kind}_rank", text.format("rank"))
-
-
-def raise_uninitialized(variable: str) -> Any:
-    """Raise the error of an accessor whose variable is empty.
-
-    Args:
-        variable: the name of the variable.
-    """
-    name = variable.strip("_").replace("_", " ").lower()
-    raise ContractError(
-        f"the {name} is not initialized; call initialize_model_parallel(...) with the option that "
-        "makes it, or namedmesh.compat.megatron.bind(mesh)"
-    )
+        text = f"Override the {use.replace('_', ' ')} that the accessor returns; None restores the group's."
+        self._add(set_size if use == "world_size" else set_rank, name, text)

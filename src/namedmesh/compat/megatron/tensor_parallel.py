@@ -6,8 +6,8 @@
 passes no ``config``.
 
 Parameters are plain tensors that hold the local shard, with the attributes that Megatron's
-optimizers read. Seed the ranks of a tensor parallel group identically: on a CPU each rank
-initializes the full weight and keeps its shard, on an accelerator it initializes its shard alone.
+optimizers read. Seed the ranks of a tensor parallel group identically: each rank initializes the full
+weight and keeps its shard.
 In the shapes below, t is the number of tensor parallel ranks.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -23,24 +24,14 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from namedmesh.compat import layers as shared  # `layers` is another name below
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
-from namedmesh.compat.layers import (
-    SELF_GROUP,
-    ColumnLayer,
-    Initializer,
-    ParallelLayer,
-    RowLayer,
-    VocabEmbedding,
-    sum_partial,
-)
-from namedmesh.compat.megatron import mappings as _mappings  # `mappings` is another name below
+from namedmesh.compat.layers import Initializer
+from namedmesh.compat.megatron import mappings as _mappings  # the same
 from namedmesh.compat.megatron.mappings import *
-from namedmesh.compat.megatron.mappings import (
-    groups_by_name,
-    resolve_group,
-    set_tensor_model_parallel_attributes,
-)
+from namedmesh.compat.megatron.mappings import set_tensor_model_parallel_attributes
 from namedmesh.launch import default_group_device
+from namedmesh.tensor_parallel.collectives import Group, enter_tp_region
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 __all__ += _mappings.__all__
@@ -64,12 +55,11 @@ def find_accelerator() -> torch.device | None:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-class _Layer(ParallelLayer):
-    """Base class of the three layers: sets the group and the attributes from ``config``."""
+class _Layer(shared.ParallelLayer):
+    """Base class of the three layers: the group, and the attributes from ``config``."""
 
-    def __init__(self, config: object, tp_group: ProcessGroup | None, *, is_expert: bool = False) -> None:
-        super().__init__()
-        self.group = resolve_group(tp_group, is_expert=is_expert)
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        config = arguments["config"]
         self.params_dtype = getattr(config, "params_dtype", None)
         on_cpu = getattr(config, "use_cpu_initialization", False)
         self.params_device = None if on_cpu else find_accelerator()
@@ -82,11 +72,16 @@ class _Layer(ParallelLayer):
                 f"{type(self).__name__}: gradient_accumulation_fusion is not supported, because it "
                 "needs APEX's CUDA extension; set gradient_accumulation_fusion=False"
             )
+        super().__init__(arguments)
+
+    def find_group(self, arguments: Mapping[str, Any]) -> Group:
+        """Return the group for the arguments of the layer."""
+        return _mappings.resolve_group(arguments["tp_group"], is_expert=arguments.get("is_expert", False))
 
     @property
     def tp_group(self) -> ProcessGroup | None:
         """The group of the layer; None if ``torch.distributed`` was not initialized."""
-        return groups_by_name.get(self.group.name)
+        return _mappings.groups_by_name.get(self.group.name)
 
 
 class _Linear(_Layer):
@@ -94,40 +89,21 @@ class _Linear(_Layer):
 
     shape_attributes = ("output_size", "input_size")
 
-    def __init__(
-        self, sizes: tuple[int, int], config: object, tp_group: ProcessGroup | None, is_expert: bool
-    ) -> None:
-        super().__init__(config, tp_group, is_expert=is_expert)
-        self.input_size, self.output_size = sizes
-        self.config = config
-        self.is_expert = is_expert
-        self.expert_parallel = getattr(config, "expert_model_parallel_size", 1) > 1
-        self.sequence_parallel = getattr(config, "sequence_parallel", False)
+    def make_parameters(self, arguments: Mapping[str, Any]) -> None:
+        """Make the parameters, with Megatron's attributes."""
+        super().make_parameters(arguments)
+        self.sequence_parallel = getattr(self.config, "sequence_parallel", False)
+        expert_parallel = getattr(self.config, "expert_model_parallel_size", 1) > 1
         # The token dispatcher all-gathers the tokens of experts and reduce-scatters their outputs.
-        self.explicit_expert_comm = is_expert and (self.group.size > 1 or self.expert_parallel)
-        self.register_load_state_dict_pre_hook(_ignore_extra_state)  # type: ignore[no-untyped-call]
-
-    def make_parameters(
-        self, initialize: Initializer, stride: int, *, bias: bool, keep: bool, allocate: bool = True
-    ) -> None:
-        """Make the local shards of the weight and the bias, with Megatron's attributes.
-
-        Args:
-            initialize: fills the weight in place.
-            stride: the number of fused blocks along the sharded dim. Each block is sharded.
-            bias: whether there is a bias.
-            keep: whether to keep the full weight as ``master_weight``.
-            allocate: whether to allocate the weight.
-        """
-        self.make_weight(initialize, stride, keep=keep, allocate=allocate)
-        self.make_bias(bias)
+        self.explicit_expert_comm = self.is_expert and (self.group.size > 1 or expert_parallel)
         for param in self.parameters(recurse=False):
             # The bias of a row layer is replicated.
             if param is self.weight or self.dim == 0:
-                set_tensor_model_parallel_attributes(param, is_parallel=True, dim=self.dim, stride=stride)
+                set_tensor_model_parallel_attributes(param, True, self.dim, arguments["stride"])
             # Data parallel ranks have different experts, so the gradients of experts are not
             # all-reduced over them.
-            param.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
+            param.allreduce = not (self.is_expert and expert_parallel)  # type: ignore[attr-defined]
+        self.register_load_state_dict_pre_hook(_ignore_extra_state)  # type: ignore[no-untyped-call]
 
     def get_extra_state(self) -> None:
         """Return None: state dicts have an extra state as with Transformer Engine's layers."""
@@ -138,7 +114,7 @@ def _ignore_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, 
     state.pop(f"{prefix}_extra_state", None)
 
 
-class ColumnParallelLinear(_Linear, ColumnLayer):
+class ColumnParallelLinear(_Linear, shared.ColumnLayer):
     """A linear layer whose output features are sharded over the tensor parallel ranks.
 
     The local shard of the weight is ``(output_size / t, input_size)``, the local bias
@@ -184,21 +160,17 @@ class ColumnParallelLinear(_Linear, ColumnLayer):
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
-        embedding_activation_buffer: list[Tensor] | None = None,  # noqa: ARG002  gradients are not deferred
-        grad_output_buffer: list[Tensor] | None = None,  # noqa: ARG002
+        embedding_activation_buffer: list[Tensor] | None = None,
+        grad_output_buffer: list[Tensor] | None = None,
         is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,  # noqa: ARG002  the legacy signature has it
+        tp_comm_buffer_name: str | None = None,
         disable_grad_reduce: bool = False,
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__((input_size, output_size), config, tp_group, is_expert)
-        self.output_size_per_partition = output_size // self.group.size
         # The default of older releases, which have no config, is True.
         if gather_output is None:
             gather_output = config is None
-        self.gather_output = gather_output
-        self.skip_bias_add = skip_bias_add
-        self.disable_grad_reduce = disable_grad_reduce
+        super().__init__(locals())
         if self.sequence_parallel and self.group.size == 1:
             warnings.warn(
                 "sequence_parallel has no effect, because there is one tensor parallel rank only; "
@@ -206,10 +178,6 @@ class ColumnParallelLinear(_Linear, ColumnLayer):
                 stacklevel=2,
             )
             self.sequence_parallel = False
-        allocate = not skip_weight_param_allocation
-        self.make_parameters(
-            init_method, stride, bias=bias, keep=keep_master_weight_for_test, allocate=allocate
-        )
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -234,24 +202,21 @@ class ColumnParallelLinear(_Linear, ColumnLayer):
             raise ContractRuntimeError(
                 f"ColumnParallelLinear got {got}; pass the local shard, of shape {expected}, to its forward"
             )
-        is_sequence_sharded = self.sequence_parallel and not self.explicit_expert_comm
         if runtime_gather_output is None:
             runtime_gather_output = self.gather_output
-        output = self.project(
-            input_,
-            weight,
-            None if self.skip_bias_add else self.bias,
-            gather_output=runtime_gather_output,
-            sequence_dim=0 if is_sequence_sharded else None,
-            communicates_input=is_sequence_sharded
-            or not (self.disable_grad_reduce or self.explicit_expert_comm),
-        )
-        if self.skip_bias_add:
-            return output, self.bias
-        return output, None
+        output = self.project(input_, weight, runtime_gather_output)
+        return output, self.bias if self.skip_bias_add else None
+
+    def enter(self, input_: Tensor) -> Tensor:
+        """Forward: identity, or all-gather. Backward: all-reduce, or reduce-scatter."""
+        if self.sequence_parallel and not self.explicit_expert_comm:
+            return enter_tp_region(input_, self.group, 0)
+        if self.disable_grad_reduce or self.explicit_expert_comm:
+            return input_
+        return super().enter(input_)
 
 
-class RowParallelLinear(_Linear, RowLayer):
+class RowParallelLinear(_Linear, shared.RowLayer):
     """A linear layer whose input features are sharded over the tensor parallel ranks.
 
     The weight is the local shard ``(output_size, input_size / t)``. The bias is replicated, and
@@ -295,10 +260,10 @@ class RowParallelLinear(_Linear, RowLayer):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
         is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,  # noqa: ARG002  the legacy signature has it
+        tp_comm_buffer_name: str | None = None,
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__((input_size, output_size), config, tp_group, is_expert)
+        super().__init__(locals())
         if self.sequence_parallel and not input_is_parallel:
             raise ContractRuntimeError("sequence_parallel needs a sharded input; pass input_is_parallel=True")
         if self.explicit_expert_comm and not skip_bias_add:
@@ -306,10 +271,6 @@ class RowParallelLinear(_Linear, RowLayer):
                 "the bias of an expert would be added once on every rank and then summed; pass "
                 "skip_bias_add=True"
             )
-        self.input_size_per_partition = input_size // self.group.size
-        self.input_is_parallel = input_is_parallel
-        self.skip_bias_add = skip_bias_add
-        self.make_parameters(init_method, stride, bias=bias, keep=keep_master_weight_for_test)
         if self.bias is not None:
             self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         if self.master_weight is not None:
@@ -327,7 +288,7 @@ class RowParallelLinear(_Linear, RowLayer):
             ``(s / t, b, output_size)``; and the bias with ``skip_bias_add``, otherwise None.
         """
         # On a group of one rank the reduction is the identity, which leaves the output partial.
-        group = SELF_GROUP if self.explicit_expert_comm else self.group
+        group = shared.SELF_GROUP if self.explicit_expert_comm else self.group
         output = self.project(input_, group, sequence_dim=0 if self.sequence_parallel else None)
         if self.skip_bias_add:
             return output, self.bias
@@ -337,7 +298,7 @@ class RowParallelLinear(_Linear, RowLayer):
         return output, None
 
 
-class VocabParallelEmbedding(_Layer, VocabEmbedding):
+class VocabParallelEmbedding(_Layer, shared.VocabEmbedding):
     """An embedding whose vocabulary is sharded over the tensor parallel ranks.
 
     The weight is the local shard ``(num_embeddings / t, embedding_dim)``, with the ids from
@@ -365,12 +326,8 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
         config: object = None,
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(config, tp_group)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+        super().__init__(locals())
         self.deterministic_mode = getattr(config, "deterministic_mode", False)
-        self.make_weight(init_method)
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -391,8 +348,8 @@ class VocabParallelEmbedding(_Layer, VocabEmbedding):
         else:
             vectors = self.look_up(input_, deterministic=self.deterministic_mode)
         if not self.reduce_scatter_embeddings:
-            return sum_partial(vectors, self.group, None)
-        return sum_partial(vectors.transpose(0, 1), self.group, 0)
+            return shared.sum_partial(vectors, self.group, None)
+        return shared.sum_partial(vectors.transpose(0, 1), self.group, 0)
 
 
 # Code that imports upstream's submodules gets this module, which has the names of both.
