@@ -5,6 +5,7 @@ from namedmesh.training.checkpoint_manager import CheckpointManager
 from namedmesh.training.checkpoints import load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
+from namedmesh.training.copying import copy_weights
 from namedmesh.training.data import check_same_batch, sampler_kwargs
 from namedmesh.training.fsdp import fsdp_mesh
 from namedmesh.training.loss import count_tokens, mean_loss, normalize_loss
@@ -20,6 +21,7 @@ __all__ = [
     "check_same_batch",
     "clip_grad_norm_",
     "context_attention",
+    "copy_weights",
     "count_tokens",
     "data_generator",
     "fsdp_mesh",
