@@ -15,6 +15,7 @@ from namedmesh.tensor_parallel.modules import (
 )
 from namedmesh.tensor_parallel.plan import parallelize
 from namedmesh.tensor_parallel.report import plan_report
+from namedmesh.tensor_parallel.sampling import argmax, sample
 from namedmesh.tensor_parallel.styles import (
     ColwiseParallel,
     KeyValueParallel,
@@ -36,6 +37,7 @@ __all__ = [
     "SequenceParallel",
     "SharedInput",
     "VerifyReport",
+    "argmax",
     "cross_entropy",
     "entropy",
     "logsumexp",
@@ -44,6 +46,7 @@ __all__ = [
     "plan_report",
     "reduce_gradients",
     "register_gradient_check",
+    "sample",
     "split_linear",
     "token_log_probs",
     "verify",
