@@ -13,11 +13,13 @@ from namedmesh.training.pipelines import Pipeline
 from namedmesh.training.scaling import sync_found_inf
 from namedmesh.training.seeds import data_generator, init_parameters, rng_stream, seed_all
 from namedmesh.training.stages import stage_indices, stage_layers
+from namedmesh.training.throughput import Throughput
 from namedmesh.training.tying import tie_stages
 
 __all__ = [
     "CheckpointManager",
     "Pipeline",
+    "Throughput",
     "check_same_batch",
     "clip_grad_norm_",
     "context_attention",
