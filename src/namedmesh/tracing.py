@@ -79,10 +79,10 @@ class TraceReport:
 
 @contextmanager
 def trace(mesh: NamedMesh) -> Iterator[TraceReport]:
-    """Context manager that counts what this rank sends; the first rank prints it at the end.
+    """Context manager that counts the collectives of a block. The first rank prints them.
 
-    It sees every collective that torch dispatches in the block: those of namedmesh and of DTensor,
-    those of FSDP2, and calls of ``torch.distributed``. It does not see CUDA graphs that are
+    It sees every collective that torch dispatches in the block: of namedmesh, DTensor and FSDP2,
+    and calls of ``torch.distributed``. It does not see CUDA graphs that are
     replayed, communication outside of torch (DeepEP, Transformer Engine), or DDP's all-reduces. No
     value changes. Steps take longer: do not measure their time.
 

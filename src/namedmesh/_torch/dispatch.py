@@ -48,7 +48,7 @@ class CollectiveMode(TorchDispatchMode):
 def _find_group(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     """Return the group of an operator, or None if it does not communicate.
 
-    Functional collectives have the name of the group, those of ``torch.distributed`` a boxed group.
+    Functional collectives get the name of the group, ``torch.distributed`` passes a boxed group.
     """
     schema = getattr(func, "_schema", None)  # a higher-order operator has none
     for parameter, value in zip(schema.arguments if schema else (), args, strict=False):

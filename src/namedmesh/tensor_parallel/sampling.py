@@ -68,8 +68,8 @@ def sample(
     """Draw an id for each row of logits over a sharded vocabulary; the same on every rank.
 
     The id has the largest sum of logit and Gumbel noise, which follows from one random number for
-    each row and from the id. So the result does not depend on the number of ranks: it is that of
-    one process with the full logits and an equal generator.
+    each row and from the id. So the result does not depend on the number of ranks: one
+    process with the full logits and an equal generator draws the same id.
 
     Collective: every rank of ``mesh`` must call it. Two all-gathers: of one number for each row, and
     of two numbers for each row (times ``top_k``).
@@ -125,7 +125,7 @@ def sample(
 
 
 def _share(logits: Tensor, group: Group, seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the id of the first local logit, and the seeds of the first rank, with one all-gather."""
+    """Return the id of the first local logit, and the seeds of the first rank. One all-gather."""
     width = torch.full((1,), logits.shape[-1], device=logits.device)
     by_rank = all_gather(torch.cat([width, seeds.flatten()]).unsqueeze(0), group, 0)
     return by_rank[: group.rank, 0].sum(), by_rank[0, 1:].view(seeds.shape)

@@ -62,7 +62,7 @@ class Throughput:
         Returns:
             Tokens per second over all ranks. On an accelerator, also the most memory that this rank
             has allocated so far and its share of the device. If both numbers of operations are
-            given, the utilization: the operations of the model over those of all devices. Empty
+            given, the utilization: the operations of the model over the peak of all devices. Empty
             after the first step.
         """
         if self.start is None or not self.tokens:
