@@ -35,7 +35,7 @@ def make_models(dim: int) -> tuple[Any, Any]:
     """Return the policy and the rollout model."""
     train = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
     generate = namedmesh.init_mesh(tp=4, device="cpu")
-    sizes = {"vocab": 8 * dim, "dim": dim, "hidden": 3 * dim, "layers": 4}
+    sizes: Any = {"vocab": 8 * dim, "dim": dim, "hidden": 3 * dim, "layers": 4}
     policy = parallelize(Llama(**sizes), train["tp"], make_llama_plan())
     fully_shard(policy, mesh=training.fsdp_mesh(train))
     return policy, parallelize(Llama(**sizes), generate["tp"], make_llama_plan())
@@ -65,7 +65,8 @@ def peak(dim: int, name: str) -> float:
     """Return how many MiB a rank needs at most while it copies, in addition to the models, and their size."""
     policy, rollout = make_models(dim)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    {"copy_weights": training.copy_weights, "full state dict": gather}[name](policy, rollout)
+    copy: Callable[[Any, Any], None] = gather if name == "full state dict" else training.copy_weights
+    copy(policy, rollout)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 

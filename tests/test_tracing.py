@@ -24,7 +24,7 @@ def train(model: nn.Module) -> list[torch.Tensor]:
     out = model(x)
     out.square().sum().backward()
     grads = [param.grad for param in model.parameters()]
-    return [out, x.grad, *(getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads)]  # type: ignore[misc]
+    return [out, x.grad, *(getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads)]
 
 
 def trace_step(axis: str) -> Any:
@@ -67,8 +67,8 @@ def test_a_step_of_tensor_parallelism_sums_the_output_and_the_gradient_of_the_in
     assert nothing == ""
     assert printed == (
         "axes       phase     collective      calls          bytes  most of them from\n"
-        "tp         backward  all-reduce          1             96  Mlp.up 96\n"
         "tp         forward   all-reduce          1             96  Mlp.down 96\n"
+        "tp         backward  all-reduce          1             96  Mlp.up 96\n"
     )
 
 
@@ -107,6 +107,7 @@ def trace_other_groups() -> list[Any]:
             else:
                 dist.recv(x, mesh.prev("dp"), group=mesh.group("dp"))
             nn.Linear(2, 2)(torch.ones(2))
+        assert {call[1:4:2] for call in report.calls} == {("other", "no module")}
         return [(call.axes, call.collective, call.num_bytes) for call in report.calls]
 
     calls: list[Any] = capture_printed(run)[0]

@@ -53,7 +53,7 @@ PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 def shard(layout: str, seed: int) -> Any:
     """Make the model in a layout over four ranks."""
     model: Any = Model(seed)
-    axes: dict[str, int] = {"tp4": {"tp": 4}, "tp2": {"dp": 2, "tp": 2}}.get(layout, {"dp": 4})
+    axes: Any = {"tp4": {"tp": 4}, "tp2": {"dp": 2, "tp": 2}}.get(layout, {"dp": 4})
     if layout == "fsdp2 tp2":
         axes = {"dp": 2, "tp": 2}
     elif layout == "hsdp":
@@ -87,9 +87,11 @@ def compare_layouts() -> list[str]:
         # torch turns the values of the dict into those of the layout.
         set_model_state_dict(source, dict(values), options=options)
         copy_weights(source, target, bucket_bytes=100 if number % 2 else 2**20)
-        copied = {name: to_local(value).clone() for name, value in get_model_state_dict(target).items()}
+        state_dict: Any = get_model_state_dict(target)
+        copied = {name: to_local(value).clone() for name, value in state_dict.items()}
         set_model_state_dict(target, dict(values), options=options)
-        for name, value in get_model_state_dict(target).items():
+        state_dict = get_model_state_dict(target)
+        for name, value in state_dict.items():
             if not torch.equal(copied[name], to_local(value)):
                 wrong.append(f"{one} -> {other}: {name}")
         assert len(copied) == len(values) == 14
@@ -105,7 +107,7 @@ def copy_between_stages() -> bool:
     pp = namedmesh.init_mesh(pp=2, tp=2, device="cpu")
     tp = namedmesh.init_mesh(tp=4, device="cpu")
     layers = {str(number): nn.Linear(8, 8) for number in range(4)}
-    full = nn.ModuleDict(copy.deepcopy(layers)).double()
+    full: Any = nn.ModuleDict(copy.deepcopy(layers)).double()
     stage = nn.ModuleDict(dict(list(layers.items())[2 * pp.rank("pp") :][:2]))
     parallelize(stage, pp["tp"], {"*": ColwiseParallel()})
     parallelize(full, tp["tp"], {"*": RowwiseParallel()})

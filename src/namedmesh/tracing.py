@@ -37,7 +37,7 @@ class Call(NamedTuple):
     Attributes:
         axes: the axes of the mesh whose group it is, such as ``"tp"`` or ``"dp, cp"``; ``"no axis"``
             for another group.
-        phase: ``"forward"``, which is all that is no backward, or ``"backward"``.
+        phase: ``"forward"`` of a module, ``"backward"``, or ``"other"``: a loss, clipping, an optimizer.
         collective: such as ``"all-reduce"``.
         module: the innermost module that was running; its name starts with the class of the
             outermost one.
@@ -67,7 +67,7 @@ class TraceReport:
         for call in self.calls:
             rows.setdefault((call.axes, call.phase, call.collective), []).append(call)
         lines = ["axes       phase     collective      calls          bytes  most of them from"]
-        for (axes, phase, collective), calls in sorted(rows.items()):
+        for (axes, phase, collective), calls in sorted(rows.items(), key=lambda row: row[0][0]):
             bytes_of_module: Counter[str] = Counter()
             for call in calls:
                 bytes_of_module[call.module] += call.num_bytes
@@ -81,15 +81,14 @@ class TraceReport:
 def trace(mesh: NamedMesh) -> Iterator[TraceReport]:
     """Context manager that counts the collectives of a block. The first rank prints them.
 
-    It sees every collective that torch dispatches in the block: of namedmesh, DTensor and FSDP2,
-    and calls of ``torch.distributed``. It does not see CUDA graphs that are
-    replayed, communication outside of torch (DeepEP, Transformer Engine), or DDP's all-reduces. No
-    value changes. Steps take longer: do not measure their time.
+    It sees every collective that torch dispatches in the block: of namedmesh, DTensor, FSDP2 and
+    DDP, and calls of ``torch.distributed``. It does not see replayed CUDA graphs, or communication
+    without torch (DeepEP, Transformer Engine). No value changes. Steps take longer: do not measure their time.
 
     torch's ``CommDebugMode`` counts the same operators, but neither groups nor bytes.
 
-    Does not communicate. Other ranks may send something else, such as those of another pipeline
-    stage: look at their ``report``.
+    Does not communicate. Other ranks may send something else, such as another pipeline stage: look
+    at their ``report``.
 
     Args:
         mesh: the mesh that gives names to groups. A group is recognized by its ranks.
@@ -106,7 +105,7 @@ def trace(mesh: NamedMesh) -> Iterator[TraceReport]:
         >>> with namedmesh.trace(mesh) as report:
         ...     dist.all_reduce(torch.ones(3))
         axes       phase     collective      calls          bytes  most of them from
-        one rank   forward   all-reduce          1             12  no module 12
+        one rank   other     all-reduce          1             12  no module 12
         >>> mesh.close(); dist.destroy_process_group()
     """
     mesh = named_mesh(mesh, "trace")
@@ -123,9 +122,11 @@ def trace(mesh: NamedMesh) -> Iterator[TraceReport]:
         name = operator.replace("_", "")
         matches = [collective for part, collective in _COLLECTIVES.items() if part in name]
         over = axes_of_ranks.get(frozenset(dist.get_process_group_ranks(group)), "no axis")
-        phase = "backward" if modules.is_bw else "forward"
         # The name of a module starts with the names of the modules around it.
         module = max(modules.parents - {"Global"}, key=lambda name: (name.count("."), name), default="")
+        phase = "forward" if module else "other"
+        if modules.is_bw:
+            phase = "backward"
         report.calls.append(Call(over, phase, (matches or [name])[0], module or "no module", num_bytes))
 
     with ModuleTracker() as modules, CollectiveMode(record):

@@ -125,7 +125,7 @@ def sample(
 
 
 def _share(logits: Tensor, group: Group, seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the id of the first local logit, and the seeds of the first rank. One all-gather."""
+    """Return the id of the first local logit, and the seeds of the first rank."""
     width = torch.full((1,), logits.shape[-1], device=logits.device)
     by_rank = all_gather(torch.cat([width, seeds.flatten()]).unsqueeze(0), group, 0)
     return by_rank[: group.rank, 0].sum(), by_rank[0, 1:].view(seeds.shape)
