@@ -205,7 +205,7 @@ def get_local_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def find_local_box(tensor: DTensor) -> tuple[tuple[int, int], ...]:
-    """Return the range of indices that the local tensor has, along each dim of the full tensor.
+    """Return the range of indices of the local tensor, along each dim of the full tensor.
 
     torch has no public function for it. Does not communicate.
 

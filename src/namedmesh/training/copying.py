@@ -129,7 +129,9 @@ def copy_weights(
 
 
 def _collect(model: nn.Module, role: str, problems: list[str]) -> tuple[dict[str, Tensor], dict[str, _Entry]]:
-    """Return the local tensors of a model and their descriptions, by name. Does not communicate.
+    """Return the local tensors of a model and their descriptions, by name.
+
+    Does not communicate.
 
     Args:
         model: the model.
