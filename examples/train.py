@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -293,7 +292,7 @@ def train(settings: Settings, text: Tensor, mesh: NamedMesh) -> list[float]:
     share = training.sampler_kwargs(mesh)
     rows = slice(share["rank"], None, share["num_replicas"])
     losses: list[float] = []
-    began = 0.0
+    throughput = training.Throughput(mesh)
     for step in range(first, settings.steps):
         set_rate(optimizer, settings, step)
         batch = draw_batch(text, settings, step, rows)
@@ -304,11 +303,12 @@ def train(settings: Settings, text: Tensor, mesh: NamedMesh) -> list[float]:
         training.clip_grad_norm_(model.parameters(), settings.clip, mesh, error_if_nonfinite=True)
         optimizer.step()
         optimizer.zero_grad()
-        began = began or time.monotonic()  # the first step set things up, and says nothing about speed
+        throughput.update(settings.batch * settings.seq)
         if step == first or is_due(step, settings.steps, max(1, settings.steps // 16)):
-            done = (step - first) * settings.batch * settings.seq
-            speed = f"  {done / (time.monotonic() - began):,.0f} bytes/s" if done else ""
-            show(f"step {step + 1}/{settings.steps}  loss {losses[-1]:.3f} nats a byte{speed}", flush=True)
+            line = (
+                f"step {step + 1}/{settings.steps}  loss {losses[-1]:.3f} nats a byte  {throughput.summary()}"
+            )
+            show(line.rstrip(), flush=True)
         if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
             evaluated = run_step(*draw_batch(text, settings, -1, rows), evaluate=True).item()
             show(f"loss on other samples after step {step + 1}: {evaluated:.3f}", flush=True)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from namedmesh.options import GroupOptions
     from namedmesh.sharing import share_groups
     from namedmesh.tensor_parallel import parallelize
+    from namedmesh.tracing import trace
 
 __all__ = [
     "AgreementError",
@@ -59,6 +60,7 @@ __all__ = [
     "plan",
     "share_groups",
     "tensor_parallel",
+    "trace",
     "training",
 ]
 
@@ -71,6 +73,7 @@ _HOMES = {
     "init_mesh": "init",
     "parallelize": "tensor_parallel",
     "share_groups": "sharing",
+    "trace": "tracing",
 }
 
 

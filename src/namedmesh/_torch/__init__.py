@@ -14,6 +14,7 @@ namedmesh changes torch for the whole process in five places:
 The guide has a page about them; what is not listed there must not exist.
 """
 
+from namedmesh._torch.dispatch import *
 from namedmesh._torch.execution import *
 from namedmesh._torch.group_requests import *
 from namedmesh._torch.groups import *

@@ -204,6 +204,22 @@ def get_local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def find_local_box(tensor: DTensor) -> tuple[tuple[int, int], ...]:
+    """Return the range of indices of the local tensor, along each dim of the full tensor.
+
+    torch has no public function for it. Does not communicate.
+
+    Args:
+        tensor: the DTensor. The ranges are empty if this rank is not in its mesh.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if not offset:
+        return ((0, 0),) * tensor.ndim
+    return tuple((start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
 def replace_local_tensor(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return a DTensor like another one, with a local tensor that may be on any device.
 

@@ -15,6 +15,7 @@ from namedmesh.tensor_parallel.modules import (
     NoParallel,
 )
 from namedmesh.tensor_parallel.plan import parallelize, plan_report
+from namedmesh.tensor_parallel.sampling import argmax, sample
 from namedmesh.tensor_parallel.styles import (
     ColwiseParallel,
     KeyValueParallel,
@@ -37,6 +38,7 @@ __all__ = [
     "SharedInput",
     "Style",
     "VerifyReport",
+    "argmax",
     "cross_entropy",
     "entropy",
     "logsumexp",
@@ -45,6 +47,7 @@ __all__ = [
     "plan_report",
     "reduce_gradients",
     "register_gradient_check",
+    "sample",
     "split_linear",
     "token_log_probs",
     "verify",

@@ -4,6 +4,7 @@ from namedmesh.training.checkpoint_formats import to_pretrained
 from namedmesh.training.checkpoints import CheckpointManager, load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
+from namedmesh.training.copying import copy_weights
 from namedmesh.training.data import check_same_batch, sampler_kwargs
 from namedmesh.training.fsdp import fsdp_mesh
 from namedmesh.training.loss import count_tokens, mean_loss, normalize_loss
@@ -11,14 +12,17 @@ from namedmesh.training.pipelines import Pipeline
 from namedmesh.training.scaling import sync_found_inf
 from namedmesh.training.seeds import data_generator, init_parameters, rng_stream, seed_all
 from namedmesh.training.stages import stage_indices, stage_layers
+from namedmesh.training.throughput import Throughput
 from namedmesh.training.tying import tie_stages
 
 __all__ = [
     "CheckpointManager",
     "Pipeline",
+    "Throughput",
     "check_same_batch",
     "clip_grad_norm_",
     "context_attention",
+    "copy_weights",
     "count_tokens",
     "data_generator",
     "fsdp_mesh",
