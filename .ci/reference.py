@@ -16,7 +16,7 @@ from typing import Any
 MODULES = (
     "namedmesh",
     "namedmesh.launch",
-    "namedmesh.plan",
+    "namedmesh.tools.plan",
     "namedmesh.tensor_parallel",
     "namedmesh.training",
     "namedmesh.compat.deepspeed",

@@ -19,8 +19,8 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from namedmesh import AgreementError
-from namedmesh.agreement import agree_on
-from namedmesh.coordinator import StoreCoordinator
+from namedmesh.launch.agreement import agree_on
+from namedmesh.launch.coordinator import StoreCoordinator
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from parallel import Step, make_mesh
-from test_tp_collectives import TORCH, make_torchs_plan
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch_plans import TORCH, make_torchs_plan
 from train import Settings, make_model, make_optimizer, new_model, set_rate
 
 from namedmesh import training

@@ -246,7 +246,7 @@ def marked_tests() -> dict[str, Any]:
     if missing:
         raise SkippedError(f"it needs {' and '.join(missing)}")
     files = sorted(
-        path for path in (ROOT / "tests").glob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")
+        path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")
     )
     words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=", "-W", "default"]
     done = subprocess.run([*words, *map(str, files)], cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
@@ -291,7 +291,7 @@ def collectives() -> dict[str, Any]:
 def options() -> dict[str, Any]:
     """NCCL options, read back from the communicator of a group that has them."""
     require_gpu()
-    from namedmesh.options import GroupOptions, make_group_arguments
+    from namedmesh.mesh.options import GroupOptions, make_group_arguments
 
     mesh = make_mesh(dp=-1)
     arguments = make_group_arguments(GroupOptions(nccl={"max_ctas": 4}, high_priority=True))

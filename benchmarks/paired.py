@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 # What serves tests and examples serves the benchmarks too.
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "examples")]
 from ranks import run_ranks  # noqa: E402
 
 

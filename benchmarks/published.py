@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from namedmesh import plan
-from namedmesh.plan.memory import estimate_memory
-from namedmesh.plan.model import Axes
-from namedmesh.plan.partitions import find_partition
-from namedmesh.plan.step import estimate_step
+from namedmesh.tools import plan
+from namedmesh.tools.plan.memory import estimate_memory
+from namedmesh.tools.plan.model import Axes
+from namedmesh.tools.plan.partitions import find_partition
+from namedmesh.tools.plan.step import estimate_step
 
 MEMORY_GOAL, SPEED_GOAL, PLACE_GOAL = 0.15, 0.25, 5
 

@@ -19,11 +19,11 @@ import paired
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from test_tp_collectives import TORCH, make_torchs_plan
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch_plans import TORCH, make_torchs_plan
 from tp_models import Llama, make_llama_plan
 
 import namedmesh

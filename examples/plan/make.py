@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from namedmesh.__main__ import main as namedmesh
-from namedmesh.plan import draw_svg, make_plan
+from namedmesh.tools.plan import draw_svg, make_plan
 
 COMMANDS = (
     "plan --world-size 16 --tp 2 --pp 4",

@@ -8,8 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from namedmesh._version import __version__
-from namedmesh.errors import (
+from namedmesh._errors import (
     AgreementError,
     AxisError,
     CheckpointError,
@@ -24,16 +23,14 @@ from namedmesh.errors import (
     ShapeError,
     TrainingError,
 )
+from namedmesh._version import __version__
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from namedmesh import launch, plan, tensor_parallel, training
-    from namedmesh.init import init_mesh
-    from namedmesh.mesh import NamedMesh, current_mesh
-    from namedmesh.options import GroupOptions
-    from namedmesh.sharing import share_groups
+    from namedmesh import launch, tensor_parallel, training
+    from namedmesh.mesh import GroupOptions, NamedMesh, current_mesh, init_mesh, share_groups, trace
     from namedmesh.tensor_parallel import parallelize
-    from namedmesh.tracing import trace
+    from namedmesh.tools import plan
 
 __all__ = [
     "AgreementError",
@@ -64,16 +61,17 @@ __all__ = [
     "training",
 ]
 
-# The modules of names that are loaded when they are first used. The other names are modules
+# The modules of names that are loaded when they are first used. The other names are rooms
 # themselves.
 _HOMES = {
-    "GroupOptions": "options",
+    "GroupOptions": "mesh",
     "NamedMesh": "mesh",
     "current_mesh": "mesh",
-    "init_mesh": "init",
+    "init_mesh": "mesh",
     "parallelize": "tensor_parallel",
-    "share_groups": "sharing",
-    "trace": "tracing",
+    "plan": "tools.plan",
+    "share_groups": "mesh",
+    "trace": "mesh",
 }
 
 
@@ -83,7 +81,7 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = import_module(f"namedmesh.{_HOMES.get(name, name)}")
-        value = globals()[name] = getattr(module, name) if name in _HOMES else module
+        value = globals()[name] = getattr(module, name, module)
         return value
 
 

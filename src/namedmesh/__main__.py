@@ -15,18 +15,18 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 
+from namedmesh._command_line import CommandParser, shorten
+from namedmesh._errors import NamedMeshError, did_you_mean
 from namedmesh._version import __version__
-from namedmesh.command_line import CommandParser, shorten
-from namedmesh.errors import NamedMeshError, did_you_mean
 
 COMMANDS: dict[str, str] = {
-    "plan": "namedmesh.plan.describe",
-    "partitions": "namedmesh.plan.partitions_command",
-    "diff": "namedmesh.plan.diff",
-    "doctor": "namedmesh.doctor",
-    "migrate": "namedmesh.migrate.command",
+    "plan": "namedmesh.tools.plan.describe",
+    "partitions": "namedmesh.tools.plan.partitions_command",
+    "diff": "namedmesh.tools.plan.diff",
+    "doctor": "namedmesh.tools.doctor",
+    "migrate": "namedmesh.tools.migrate.command",
     "run": "namedmesh.compat.run",
-    "verify": "namedmesh.verify_command",
+    "verify": "namedmesh.tools.verify",
 }
 """The module of each command."""
 

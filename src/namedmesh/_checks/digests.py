@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from namedmesh.sharding import to_local
+from namedmesh._sharding import to_local
 
 
 def digest(value: object) -> int:

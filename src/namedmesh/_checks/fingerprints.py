@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from namedmesh._errors import GradientError, print_in_one_line
+from namedmesh._sharding import to_local
 from namedmesh._torch import all_gather_object, wait_if_async
-from namedmesh.errors import GradientError, print_in_one_line
-from namedmesh.sharding import to_local
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one.
 LAST_STEP = 1024

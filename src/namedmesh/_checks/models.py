@@ -30,6 +30,8 @@ from namedmesh._checks.fingerprints import (
     is_due,
     raise_differences,
 )
+from namedmesh._errors import GradientError, format_items, format_ranks
+from namedmesh._sharding import group_by_layout, is_replicated, to_local
 from namedmesh._torch import (
     all_gather_object,
     disable_dispatch_modes,
@@ -37,8 +39,6 @@ from namedmesh._torch import (
     is_async,
     is_capturing,
 )
-from namedmesh.errors import GradientError, format_items, format_ranks
-from namedmesh.sharding import group_by_layout, is_replicated, to_local
 
 NUM_PRIORITIES = 3
 """The priorities of inputs, gathered outputs and gradients: each explains the next."""

@@ -21,10 +21,10 @@ from namedmesh._checks.fingerprints import (
     is_comparable,
     is_due,
 )
+from namedmesh._errors import format_items
+from namedmesh._sharding import find_replicated_axes, group_by_layout, to_local
 from namedmesh._torch import is_capturing
-from namedmesh.errors import format_items
-from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import find_replicated_axes, group_by_layout, to_local
+from namedmesh.mesh.mesh import NamedMesh
 
 _CAUSES = (
     "They must be equal there. The two commonest causes: the gradients are not averaged over "

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_meta
 from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple
 
-from namedmesh.errors import TrainingError
+from namedmesh._errors import TrainingError
 
 
 class MicrobatchStage(PipelineStage):

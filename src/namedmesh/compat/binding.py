@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from namedmesh._errors import AgreementError, LayoutError, NamedMeshError
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.patching import UPSTREAM, Patch, is_installed
 from namedmesh.compat.state import Bound, State, check_open
-from namedmesh.errors import AgreementError, LayoutError, NamedMeshError
-from namedmesh.init import init_mesh
 from namedmesh.layout import Layout
-from namedmesh.legacy import LEGACY_APIS
-from namedmesh.mesh import NamedMesh
-from namedmesh.options import GroupOptions
-from namedmesh.sharing import find_shared_options
+from namedmesh.layout.orders import LEGACY_APIS
+from namedmesh.mesh.init import init_mesh
+from namedmesh.mesh.mesh import NamedMesh
+from namedmesh.mesh.options import GroupOptions
+from namedmesh.mesh.sharing import find_shared_options
 
 
 class MeshRequest(NamedTuple):

@@ -8,7 +8,7 @@ with ``assert``. The compatibility layers raise instead, so that the checks also
 
 from __future__ import annotations
 
-from namedmesh.errors import NamedMeshError
+from namedmesh._errors import NamedMeshError
 
 
 class ContractError(NamedMeshError, AssertionError):

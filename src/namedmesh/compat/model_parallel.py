@@ -1,7 +1,7 @@
 """Model-parallel state in the style of fairscale and ezpz.
 
 ezpz has the interface of fairscale with other names, so both compatibility layers use this module.
-Everything follows from the API's table in :mod:`namedmesh.legacy`, which has a row for each group.
+Everything follows from the API's table in :mod:`namedmesh.layout.orders`, which has a row for each group.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from namedmesh._errors import LayoutError
 from namedmesh.compat import state
 from namedmesh.compat.binding import Binding, Library, MeshRequest, make_layout
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import REGIONS, describe_region
 from namedmesh.compat.state import Bound
-from namedmesh.errors import LayoutError
 from namedmesh.layout import Layout
-from namedmesh.legacy import LEGACY_APIS, GroupSpec, shrink_tp
-from namedmesh.mesh import NamedMesh
-from namedmesh.options import GroupOptions
+from namedmesh.layout.orders import LEGACY_APIS, GroupSpec, shrink_tp
+from namedmesh.mesh.mesh import NamedMesh
+from namedmesh.mesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import Group
 
 _FIELDS: dict[str, Callable[[Any], Any] | None] = {

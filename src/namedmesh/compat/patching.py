@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from namedmesh.tested_releases import warn_if_untested
+from namedmesh.launch.tested_releases import warn_if_untested
 
 UPSTREAM = {
     "megatron": "megatron.core.parallel_state",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from namedmesh.init import init_mesh
+from namedmesh.mesh.init import init_mesh
 
 __all__ = ["ProcessGroups"]
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from namedmesh import current
-from namedmesh.axes import DENSE_AXES, EXPERT_AXES, LEGACY_AXES
+from namedmesh._errors import LayoutError, MeshError, did_you_mean
 from namedmesh.compat.errors import ContractError
-from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.layout import Layout
-from namedmesh.mesh import NamedMesh
-from namedmesh.sharing import share_groups
+from namedmesh.layout.axes import DENSE_AXES, EXPERT_AXES, LEGACY_AXES
+from namedmesh.mesh import current
+from namedmesh.mesh.mesh import NamedMesh
+from namedmesh.mesh.sharing import share_groups
 
 
 class State:

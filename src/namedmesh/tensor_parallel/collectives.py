@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from namedmesh._errors import ShapeError
 from namedmesh._torch import assert_on_device, is_transformed, run_functional_collective
-from namedmesh.errors import ShapeError
 
 
 class Group(NamedTuple):

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from namedmesh._errors import LayoutError, ShapeError, format_items
 from namedmesh._torch import concatenate_meshes
-from namedmesh.arguments import named_mesh
-from namedmesh.axes import SAME_TOKEN_AXES
-from namedmesh.errors import LayoutError, ShapeError, format_items
-from namedmesh.mesh import NamedMesh
+from namedmesh.layout.axes import SAME_TOKEN_AXES
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.base_styles import Style
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
 from namedmesh.tensor_parallel.modules import LocalForward, LocalParameters, reduce_output

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from namedmesh._errors import PlanError
 from namedmesh._torch import has_hooks
-from namedmesh.errors import PlanError
 
 
 class ConcatLinear(nn.ModuleList):

@@ -18,7 +18,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh.errors import PlanError, did_you_mean, format_items
+from namedmesh._errors import PlanError, did_you_mean, format_items
+from namedmesh.launch.tested_releases import warn_if_untested
 from namedmesh.tensor_parallel.experts import ExpertTensorParallel
 from namedmesh.tensor_parallel.hf_styles import (
     GROUPS_ATTRIBUTE,
@@ -28,7 +29,6 @@ from namedmesh.tensor_parallel.hf_styles import (
 from namedmesh.tensor_parallel.modules import AllReduceOutputGradient, LocalParameters
 from namedmesh.tensor_parallel.plan_entries import key_matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, KeyValueParallel, RowwiseParallel
-from namedmesh.tested_releases import warn_if_untested
 
 _LOCAL_PARAMETERS = "replicated_with_grad_allreduce"
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {

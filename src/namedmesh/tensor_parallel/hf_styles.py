@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh.sizes import shared_heads
+from namedmesh.layout.sizes import shared_heads
 from namedmesh.tensor_parallel.layers import RowEmbedding
 from namedmesh.tensor_parallel.modules import LocalParameters
 from namedmesh.tensor_parallel.styles import RowwiseParallel

@@ -15,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from namedmesh._errors import ShapeError
 from namedmesh._torch import to_local_parameters
-from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import (
     Group,
     check_ids_in_vocab,

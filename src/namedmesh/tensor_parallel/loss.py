@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.errors import ShapeError
+from namedmesh._errors import ShapeError
+from namedmesh.mesh.arguments import AxisMesh, one_axis
 from namedmesh.tensor_parallel.collectives import (
     Group,
     all_reduce,

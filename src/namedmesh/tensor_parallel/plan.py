@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from namedmesh._torch import accept_mixed_lists
-from namedmesh.arguments import AxisMesh, one_axis
+from namedmesh.mesh.arguments import AxisMesh, one_axis
 from namedmesh.tensor_parallel.gradients import (
     install_optimizer_step_hook,
     register_gradient_check,

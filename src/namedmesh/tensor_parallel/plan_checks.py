@@ -17,9 +17,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
+from namedmesh._errors import PlanError, format_items
+from namedmesh._sharding import is_tp_shard
 from namedmesh._torch import has_hooks
-from namedmesh.errors import PlanError, format_items
-from namedmesh.sharding import is_tp_shard
 from namedmesh.tensor_parallel.base_styles import TorchStyle
 from namedmesh.tensor_parallel.plan_entries import Plan, PlanEntry, format_placement, match_plan
 from namedmesh.tensor_parallel.styles import KeyValueParallel

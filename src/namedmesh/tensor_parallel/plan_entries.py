@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh.errors import did_you_mean, format_items
+from namedmesh._errors import did_you_mean, format_items
 from namedmesh.tensor_parallel.base_styles import Style, TorchStyle
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor
 
-from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.errors import ShapeError
+from namedmesh._errors import ShapeError
+from namedmesh.mesh.arguments import AxisMesh, one_axis
 from namedmesh.tensor_parallel.collectives import Group, all_gather
 from namedmesh.tensor_parallel.loss import logits_problems
 

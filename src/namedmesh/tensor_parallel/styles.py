@@ -19,7 +19,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch import RecomputedTensors, has_hooks, wrap_replicated
-from namedmesh.sizes import shared_heads
+from namedmesh.layout.sizes import shared_heads
 from namedmesh.tensor_parallel.base_styles import (
     Style,
     check_before_split,

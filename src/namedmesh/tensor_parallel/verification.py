@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from namedmesh._checks import digest
+from namedmesh._errors import NamedMeshError, PlanError, format_count, format_items, get_first_line
+from namedmesh._sharding import to_full
 from namedmesh._torch import all_gather_object, tree_leaves, tree_map
-from namedmesh.arguments import AxisMesh, one_axis
-from namedmesh.errors import NamedMeshError, PlanError, format_count, format_items, get_first_line
-from namedmesh.sharding import to_full
+from namedmesh.mesh.arguments import AxisMesh, one_axis
 from namedmesh.tensor_parallel.plan import parallelize
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
 from namedmesh.tensor_parallel.plan_entries import Plan, PlanEntry

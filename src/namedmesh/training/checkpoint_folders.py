@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
-from namedmesh.errors import CheckpointError, format_items
+from namedmesh._errors import CheckpointError, format_items
 from namedmesh.training.checkpoint_storage import DATA_FILE, METADATA_NAME, CorruptedError, read_manifest
 
 _LOCK_NAME = ".namedmesh.lock"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
-from namedmesh.errors import CheckpointError, format_items
+from namedmesh._errors import CheckpointError, format_items
 from namedmesh.training import seeds
 from namedmesh.training.checkpoint_names import Names, find_owner
 from namedmesh.training.checkpoint_ranks import CheckpointRanks

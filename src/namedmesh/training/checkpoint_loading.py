@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh.errors import CheckpointError
+from namedmesh._errors import CheckpointError
+from namedmesh._sharding import to_local
 from namedmesh.layout import Layout
-from namedmesh.sharding import to_local
 from namedmesh.training import seeds
 from namedmesh.training.checkpoint_formats import Checkpoint
 from namedmesh.training.checkpoint_names import (

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from namedmesh._errors import CheckpointError, format_items, get_first_line
 from namedmesh._torch import count_writes, get_local_tensor
-from namedmesh.errors import CheckpointError, format_items, get_first_line
 
 # The messages for entries that a checkpoint does not have for this rank, by the kind of the entry.
 # Random states are not among them: without one, the generators keep their state.

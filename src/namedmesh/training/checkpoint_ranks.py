@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from namedmesh._internal import agree_on_call, get_groups
+from namedmesh._errors import AgreementError, CheckpointError, NamedMeshError, format_ranks, print_in_one_line
 from namedmesh._torch import make_dcp_wrapper
-from namedmesh.errors import AgreementError, CheckpointError, NamedMeshError, format_ranks, print_in_one_line
-from namedmesh.mesh import NamedMesh
-from namedmesh.options import GroupOptions
+from namedmesh.mesh.internal import agree_on_call, get_groups
+from namedmesh.mesh.mesh import NamedMesh
+from namedmesh.mesh.options import GroupOptions
 from namedmesh.training.checkpoint_storage import CorruptedError
 
 # Writes take longer than collectives.

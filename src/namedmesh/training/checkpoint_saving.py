@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from namedmesh._checks import LENIENT, Entry, compare_weights, digest, find_differences, fingerprint
+from namedmesh._errors import CheckpointError, GradientError, format_items, format_ranks
+from namedmesh._sharding import to_local
 from namedmesh._torch import all_gather_object
-from namedmesh.errors import CheckpointError, GradientError, format_items, format_ranks
-from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import to_local
+from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.checkpoint_folders import Lock, prepare_folder, remove_leftovers
 from namedmesh.training.checkpoint_names import GRADIENT, Names, make_path, name_copy, to_plain_data
 from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from namedmesh._errors import CheckpointError, format_items
+from namedmesh._sharding import find_plain_shard, to_local
 from namedmesh._torch import has_unsharded_gradients, replace_local_tensor, runs_code_on_load
-from namedmesh.errors import CheckpointError, format_items
-from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import find_plain_shard, to_local
+from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training import seeds
 from namedmesh.training.checkpoint_names import (
     GRADIENT,

@@ -34,8 +34,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from namedmesh._errors import CheckpointError, format_items, get_first_line
 from namedmesh._torch import make_storage_unpicklers
-from namedmesh.errors import CheckpointError, format_items, get_first_line
 from namedmesh.training.checkpoint_names import Names
 
 METADATA_NAME = ".metadata"

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from namedmesh.arguments import checkpoint_place
-from namedmesh.errors import CheckpointError
-from namedmesh.mesh import NamedMesh
+from namedmesh._errors import CheckpointError
+from namedmesh.mesh.arguments import checkpoint_place
+from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.checkpoint_folders import (
     Lock,
     find_latest,

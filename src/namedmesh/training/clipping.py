@@ -13,6 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh._checks import compare_replicas, format_params, list_checks
+from namedmesh._errors import TrainingError
+from namedmesh._sharding import find_attribute_axes, find_placements, make_layout_key, to_local
 from namedmesh._torch import (
     compute_norms,
     find_sharding_under_ddp,
@@ -21,10 +23,8 @@ from namedmesh._torch import (
     run_functional_collective,
     scale_,
 )
-from namedmesh.arguments import named_mesh
-from namedmesh.errors import TrainingError
-from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import find_attribute_axes, find_placements, make_layout_key, to_local
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.tensor_parallel import reduce_gradients
 from namedmesh.training.tying import get_tie, is_counted_on_other_stage
 

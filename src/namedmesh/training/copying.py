@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from namedmesh._errors import TrainingError
+from namedmesh._sharding import is_tp_shard, to_local
 from namedmesh._torch import find_local_box
-from namedmesh.errors import TrainingError
-from namedmesh.sharding import is_tp_shard, to_local
 
 # A box in a full tensor: the first index and the index after the last one, along each dim.
 Box: TypeAlias = tuple[tuple[int, int], ...]

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from namedmesh._checks import digest
-from namedmesh.arguments import named_mesh
-from namedmesh.axes import DATA_AXES, SAME_SAMPLE_AXES
-from namedmesh.errors import AgreementError, AxisError, format_ranks
-from namedmesh.mesh import NamedMesh
+from namedmesh._errors import AgreementError, AxisError, format_ranks
+from namedmesh.layout.axes import DATA_AXES, SAME_SAMPLE_AXES
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.mesh import NamedMesh
 
 
 def find_data_axes(mesh: NamedMesh) -> list[str]:

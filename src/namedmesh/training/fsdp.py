@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from namedmesh._errors import AxisError
 from namedmesh._torch import concatenate_meshes
-from namedmesh.arguments import named_mesh
-from namedmesh.axes import FSDP_AXES
-from namedmesh.errors import AxisError
-from namedmesh.mesh import NamedMesh
+from namedmesh.layout.axes import FSDP_AXES
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.data import find_data_axes
 
 

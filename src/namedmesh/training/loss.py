@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from namedmesh.arguments import named_mesh
-from namedmesh.axes import TOKEN_AXES
-from namedmesh.errors import ShapeError, TrainingError
-from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import to_full
+from namedmesh._errors import ShapeError, TrainingError
+from namedmesh._sharding import to_full
+from namedmesh.layout.axes import TOKEN_AXES
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.data import all_reduce_over_axes, find_data_axes
 
 

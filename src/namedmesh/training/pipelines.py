@@ -14,13 +14,13 @@ from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleGPipe, Sched
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
-from namedmesh._internal import get_groups
+from namedmesh._errors import ShapeError, TrainingError
 from namedmesh._torch import reshards_after_forward, tree_leaves, tree_map
 from namedmesh._torch.pipelines import MicrobatchStage, set_schedule_loss
-from namedmesh.arguments import named_mesh
-from namedmesh.errors import ShapeError, TrainingError
-from namedmesh.groups import get_backends
-from namedmesh.mesh import NamedMesh
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.groups import get_backends
+from namedmesh.mesh.internal import get_groups
+from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.loss import sum_losses
 from namedmesh.training.stages import SPLIT_BACKWARD_SCHEDULES, find_schedule_class, stage_indices
 

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from namedmesh._errors import TrainingError
 from namedmesh._torch import get_found_infs
-from namedmesh.arguments import named_mesh
-from namedmesh.errors import TrainingError
-from namedmesh.mesh import NamedMesh
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.mesh import NamedMesh
 
 
 @torch.no_grad()

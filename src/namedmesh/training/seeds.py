@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.utils.data import get_worker_info
 
+from namedmesh._errors import TrainingError, format_items
+from namedmesh._sharding import find_plain_shard, has_partition_dim, to_local
 from namedmesh._torch import is_capturing, make_rng_tracker
-from namedmesh.arguments import named_mesh
-from namedmesh.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
-from namedmesh.errors import TrainingError, format_items
-from namedmesh.mesh import NamedMesh, current_mesh
-from namedmesh.sharding import find_plain_shard, has_partition_dim, to_local
+from namedmesh.layout.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.mesh import NamedMesh, current_mesh
 
 # The part of a stream's seed that differs between ranks: by stream, its name and this rank's
 # coordinates along the axes on which the stream depends.

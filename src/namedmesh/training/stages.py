@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from namedmesh.arguments import named_mesh
-from namedmesh.errors import LayoutError, OptionError
-from namedmesh.mesh import NamedMesh
-from namedmesh.sizes import stage_range
+from namedmesh._errors import LayoutError, OptionError
+from namedmesh.layout.sizes import stage_range
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.mesh import NamedMesh
 
 Layers: TypeAlias = Sequence[nn.Module] | nn.ModuleList | nn.ModuleDict
 

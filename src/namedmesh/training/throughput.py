@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from namedmesh.arguments import named_mesh
-from namedmesh.mesh import NamedMesh
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.mesh import NamedMesh
 
 
 class Throughput:

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from namedmesh._errors import ShapeError
+from namedmesh._sharding import is_copy_of_stage, set_copy_of_stage, to_local
 from namedmesh._torch import all_gather_object
-from namedmesh.arguments import named_mesh
-from namedmesh.errors import ShapeError
-from namedmesh.mesh import NamedMesh
-from namedmesh.sharding import is_copy_of_stage, set_copy_of_stage, to_local
+from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.mesh import NamedMesh
 
 # Every rank of a pipeline ties in the same order, so the numbers are equal on all ranks.
 _numbers = count()

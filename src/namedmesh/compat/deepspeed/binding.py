@@ -12,14 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from namedmesh._errors import AgreementError, NamedMeshError
 from namedmesh.compat.deepspeed import topology as our_topology
 from namedmesh.compat.deepspeed.units import mpu
 from namedmesh.compat.patching import UPSTREAM, Patch
 from namedmesh.compat.state import Bound, State, check_open, list_rank_sets, make_groups, read_variables
-from namedmesh.errors import AgreementError, NamedMeshError
-from namedmesh.init import init_mesh
-from namedmesh.mesh import NamedMesh
-from namedmesh.sharing import share_groups
+from namedmesh.mesh.init import init_mesh
+from namedmesh.mesh.mesh import NamedMesh
+from namedmesh.mesh.sharing import share_groups
 
 
 class _GridPatch(Patch):

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from namedmesh._errors import AxisError, LayoutError
 from namedmesh.compat.deepspeed.units import GRID_ROWS, GroupAccessors, add_accessors
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import check_default_group, check_open
-from namedmesh.errors import AxisError, LayoutError
-from namedmesh.init import init_mesh
 from namedmesh.layout import Layout
-from namedmesh.mesh import NamedMesh
-from namedmesh.sizes import format_sizes
+from namedmesh.layout.sizes import format_sizes
+from namedmesh.mesh.init import init_mesh
+from namedmesh.mesh.mesh import NamedMesh
 
 __all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid"]
 __all__ += ["ProcessTopology"]

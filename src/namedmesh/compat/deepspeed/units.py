@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from namedmesh.axes import DENSE_AXES
 from namedmesh.compat.state import check_axes, check_open, list_group_ranks, make_groups
-from namedmesh.mesh import NamedMesh
-from namedmesh.sharing import share_groups
+from namedmesh.layout.axes import DENSE_AXES
+from namedmesh.mesh.mesh import NamedMesh
+from namedmesh.mesh.sharing import share_groups
 
 
 class GroupInfo(NamedTuple):

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from namedmesh.axes import DENSE_AXES, DENSE_COUNTERPARTS, LEGACY_AXES
+from namedmesh._errors import LayoutError
 from namedmesh.compat.binding import Binding, Library, MeshRequest
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.state import Bound, check_axes, read_variables
-from namedmesh.errors import LayoutError
 from namedmesh.layout import Layout
-from namedmesh.legacy import order_dense_sizes, order_expert_sizes, split_order
-from namedmesh.mesh import NamedMesh
+from namedmesh.layout.axes import DENSE_AXES, DENSE_COUNTERPARTS, LEGACY_AXES
+from namedmesh.layout.orders import order_dense_sizes, order_expert_sizes, split_order
+from namedmesh.mesh.mesh import NamedMesh
 
 _SIZES = {
     "tensor_model_parallel_size": "tp",

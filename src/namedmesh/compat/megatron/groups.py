@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from namedmesh.axes import DENSE_COUNTERPARTS
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.compat.megatron.ranks import (
     RankGenerator,
@@ -25,8 +24,9 @@ from namedmesh.compat.megatron.ranks import (
     split_ranks,
 )
 from namedmesh.compat.state import check_default_group, make_groups
-from namedmesh.groups import set_timeout
-from namedmesh.legacy import DENSE, MEGATRON_GROUPS, GroupSpec
+from namedmesh.layout.axes import DENSE_COUNTERPARTS
+from namedmesh.layout.orders import DENSE, MEGATRON_GROUPS, GroupSpec
+from namedmesh.mesh.groups import set_timeout
 
 __all__ = ["get_nccl_options", "overwrite_nccl_comm_cfgs"]
 

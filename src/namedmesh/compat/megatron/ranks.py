@@ -8,7 +8,7 @@ from itertools import chain
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.compat.state import list_rank_sets
 from namedmesh.layout import Layout
-from namedmesh.legacy import split_order
+from namedmesh.layout.orders import split_order
 
 __all__ = ["RankGenerator", "default_embedding_ranks", "default_position_embedding_ranks"]
 __all__ += ["generate_masked_orthogonal_rank_groups"]

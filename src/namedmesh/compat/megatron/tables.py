@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import add_function
-from namedmesh.legacy import MEGATRON_GROUPS
+from namedmesh.layout.orders import MEGATRON_GROUPS
 
 # By the name of an accessor, the variable whose first entry it returns.
 _FIRST_RANKS = {

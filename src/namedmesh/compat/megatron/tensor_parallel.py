@@ -30,7 +30,7 @@ from namedmesh.compat.layers import Initializer
 from namedmesh.compat.megatron import mappings as _mappings  # the same
 from namedmesh.compat.megatron.mappings import *
 from namedmesh.compat.megatron.mappings import set_tensor_model_parallel_attributes
-from namedmesh.launch import default_group_device
+from namedmesh.launch.default_group import default_group_device
 from namedmesh.tensor_parallel.collectives import Group, enter_tp_region
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
