@@ -80,7 +80,7 @@ LAYOUT_TOKENS = {
 
 # The most that is allowed. A first line is the summary of a docstring.
 LIMITS = {
-    "code lines": 15_350,
+    "code lines": 14_800,
     "first lines with 'what'": 0,
     "first lines over 88 characters": 0,
     "nested comprehensions": 5,

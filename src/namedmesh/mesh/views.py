@@ -27,7 +27,7 @@ ROOT_VIEW = "mesh"
 
 
 class MeshViews:
-    """The part of :class:`namedmesh.NamedMesh` that finds axes by name, and makes torch meshes.
+    """The part of ``NamedMesh`` that finds axes by name, and makes torch meshes.
 
     A view is a layout of the ranks of the mesh: one factorization of their number. Views that have
     an axis of the same name have the same groups on it.

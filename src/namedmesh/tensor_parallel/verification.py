@@ -304,7 +304,9 @@ def _find_first_wrong(
 
 def _describe_failure(sharded: nn.Module, entries: Sequence[PlanEntry], error: Exception) -> str:
     """Describe an error of the sharded copy: the innermost module, and the plan."""
-    names = {id(module): name for name, module in sharded.named_modules()}
+    names = {}
+    for name, module in sharded.named_modules():
+        names[id(module)] = name
     place = "the model"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")

@@ -35,7 +35,6 @@ from namedmesh._errors import (
     get_first_line,
 )
 from namedmesh._version import __version__
-from namedmesh.launch.tested_releases import TESTED_RELEASES
 from namedmesh.layout import Layout
 from namedmesh.tools.plan.describe import make_plan
 from namedmesh.tools.plan.spec import (
@@ -172,8 +171,11 @@ def _run(arguments: Namespace) -> tuple[int, str]:
         reports = exchange("speed", (socket.gethostname(), measure(groups, device, round(megabytes * 2**20))))
         if dist.get_rank() > 0:
             return 0, ""
-        hosts = {host for host, _ in filter(None, reports)}
-        by_rank = [Measurements(*values) for _, values in filter(None, reports)]
+        hosts = set()
+        by_rank = []
+        for host, values in filter(None, reports):
+            hosts.add(host)
+            by_rank.append(Measurements(*values))
         head = f"{job.dense}, {dist.get_backend()} on {device.type}, {format_count(len(hosts), 'host')}"
         return 0, f"{head}\n\n{format_measurements(by_rank)}\n"
     except RuntimeError as error:
@@ -191,6 +193,7 @@ def _format_report(spec: str, sizes: Mapping[str, Any]) -> str:
     import torch
 
     from namedmesh.launch.launchers import find_launcher, torchrun_variables
+    from namedmesh.launch.tested_releases import TESTED_RELEASES
 
     environment = os.environ | torchrun_variables(os.environ)
     if environment.get("RANK", "0") != "0":
@@ -208,7 +211,9 @@ def _format_report(spec: str, sizes: Mapping[str, Any]) -> str:
         if accelerator.type == "cuda":
             lines.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     lines.append(f"launcher: {find_launcher(environment) or 'none'}")
-    lines += [f"{name}={environment[name]}" for name in sorted(environment) if _SETTINGS.match(name)]
+    for name in sorted(environment):
+        if _SETTINGS.match(name):
+            lines.append(f"{name}={environment[name]}")
     return "\n".join([*lines, "", str(plan)]) + "\n"
 
 
@@ -223,9 +228,11 @@ def _make_groups(layout: Layout, expert_layout: Layout | None, device: torch.dev
     if expert_layout is not None:
         mesh.add_view("expert", **dict[str, Any](expert_layout.items()))
         # The views share axes such as pp, whose groups are checked once.
-        axes += [axis for axis in expert_layout if axis not in layout]
-    axes = [axis for axis in axes if mesh.size(axis) > 1]
-    groups = [CheckedGroup(axis, mesh.ranks(axis), mesh.group(axis)) for axis in axes]
+        axes += expert_layout
+    groups = []
+    for axis in dict.fromkeys(axes):
+        if mesh.size(axis) > 1:
+            groups.append(CheckedGroup(axis, mesh.ranks(axis), mesh.group(axis)))
     world = tuple(range(dist.get_world_size()))
     groups.append(CheckedGroup("world", world, dist.group.WORLD))
     return groups
@@ -371,8 +378,11 @@ def format_measurements(by_rank: Sequence[Measurements]) -> str:
     rows = []
     for axis in by_rank[0].axes:
         # Every rank of a group has measured it. The first one's number is shown.
-        every_speed = [(rank, AxisSpeed(*axes[axis])) for rank, _, axes in by_rank]
-        speeds = [speed for rank, speed in every_speed if speed.ranks[0] == rank]
+        speeds = []
+        for rank, _, axes in by_rank:
+            speed = AxisSpeed(*axes[axis])
+            if speed.ranks[0] == rank:
+                speeds.append(speed)
         latency = statistics.median(speed.latency for speed in speeds)
         bandwidth = statistics.median(speed.bandwidth for speed in speeds)
         slowest = min(speeds, key=lambda speed: speed.bandwidth)

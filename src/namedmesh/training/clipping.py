@@ -100,8 +100,13 @@ def clip_grad_norm_(
         raise TrainingError(f"norm_type must be greater than 0, or math.inf, got {norm_type}")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     reduce_gradients(params)
-    grads = [param.grad for param in params]
-    check_not_unsharded({at: param for at, param in enumerate(params) if param.grad is None})
+    grads: list[Tensor | None] = []
+    without_grad: dict[int, Tensor] = {}
+    for position, param in enumerate(params):
+        grads.append(param.grad)
+        if param.grad is None:
+            without_grad[position] = param
+    check_not_unsharded(without_grad)
     if check:
         _check_not_removed_by_ddp(params)
         ties: dict[int, str] = {}
@@ -140,8 +145,11 @@ def check_not_unsharded(without_grad: dict[int, Tensor]) -> None:
     is_trained = any(param.requires_grad for param in without_grad.values())
     if torch.compiler.is_compiling() or not is_trained:
         return
-    unsharded = {id(param) for param in iter_unsharded_parameters()}
-    hidden = {at: param for at, param in without_grad.items() if id(param) in unsharded}
+    unsharded = set(map(id, iter_unsharded_parameters()))
+    hidden = {}
+    for position, param in without_grad.items():
+        if id(param) in unsharded:
+            hidden[position] = param
     if hidden:
         raise TrainingError(
             f"Parameters {format_params(hidden.items())} are unsharded by FSDP2, as after a "
@@ -158,13 +166,13 @@ def _check_not_removed_by_ddp(params: Sequence[Tensor]) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    ids = {id(param) for param in params}
-    if any(find_sharding_under_ddp(param) for param in params):
+    ids = set(map(id, params))
+    if any(map(find_sharding_under_ddp, params)):
         return  # the caller has kept the local shards from before the first forward
     for _, model in list_checks():
         hidden = list(iter_params_hidden_by_ddp(model))
         # Only a model that has some of these parameters concerns this call.
-        is_of_call = not ids or ids.intersection(id(param) for param in model.parameters())
+        is_of_call = not ids or ids.intersection(map(id, model.parameters()))
         if hidden and is_of_call:
             raise TrainingError(
                 f"{len(hidden)} sharded parameters are missing: the first forward of "

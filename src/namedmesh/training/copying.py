@@ -230,8 +230,10 @@ def _make_buckets(
 
 def _list_boxes(entries_by_rank: Sequence[Entries], name: str) -> tuple[Box | None, ...]:
     """Return the box that each rank has of a tensor; None if it is of another pipeline stage."""
-    entries = [entries.get(name) for entries in entries_by_rank]
-    return tuple(entry and entry.box for entry in entries)
+    boxes: list[Box | None] = []
+    for entries in entries_by_rank:
+        boxes.append(entries[name].box if name in entries else None)
+    return tuple(boxes)
 
 
 def _find_pieces(
@@ -257,9 +259,11 @@ def _find_pieces(
             if wanted is None or rank not in {sender, receiver}:
                 continue
             piece = []
+            is_empty = False
             for (start, end), (wanted_start, wanted_end) in zip(box, wanted, strict=True):
                 piece.append((max(start, wanted_start), min(end, wanted_end)))
-            if any(start >= end for start, end in piece):
+                is_empty |= piece[-1][0] >= piece[-1][1]
+            if is_empty:
                 continue
             if sender == rank:
                 sends[receiver] = _to_slices(piece, box)
@@ -270,9 +274,10 @@ def _find_pieces(
 
 def _to_slices(piece: Sequence[tuple[int, int]], box: Box) -> tuple[slice, ...]:
     """Return the place of a piece in the local tensor that has a box."""
-    return tuple(
-        slice(start - first, end - first) for (start, end), (first, _) in zip(piece, box, strict=True)
-    )
+    slices = []
+    for (start, end), (first, _) in zip(piece, box, strict=True):
+        slices.append(slice(start - first, end - first))
+    return tuple(slices)
 
 
 def _exchange(
@@ -291,8 +296,8 @@ def _exchange(
         device: the device of the buffers.
         group: the ranks.
     """
-    send_sizes = [sum(piece.numel() for piece in pieces) for pieces in sent]
-    receive_sizes = [sum(piece.numel() for piece in pieces) for pieces in received]
+    send_sizes = list(map(_count_elements, sent))
+    receive_sizes = list(map(_count_elements, received))
     send_buffer = torch.empty(sum(send_sizes), dtype=dtype, device=device)
     receive_buffer = torch.empty(sum(receive_sizes), dtype=dtype, device=device)
     for piece, part in _pair_with_parts(sent, send_buffer):
@@ -310,6 +315,10 @@ def _exchange(
         receive_buffer = send_buffer
     for piece, part in _pair_with_parts(received, receive_buffer):
         piece.copy_(part)
+
+
+def _count_elements(pieces: list[Tensor]) -> int:
+    return sum(piece.numel() for piece in pieces)
 
 
 def _pair_with_parts(pieces: list[list[Tensor]], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

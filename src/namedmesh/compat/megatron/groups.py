@@ -247,7 +247,7 @@ class ParallelStateFallback:
         unsupported = []
         for name in _NEED_MEGATRON_CORE:
             if arguments[name] not in {parameters[name].default, "nccl"}:
-                unsupported.append(name)  # noqa: PERF401  readable in three lines
+                unsupported.append(name)
         if unsupported:
             raise ContractError(
                 f"{', '.join(unsupported)} cannot be used without megatron-core; install it and "
