@@ -257,7 +257,7 @@ def marked_tests() -> dict[str, Any]:
 
 def collectives() -> dict[str, Any]:
     """Functional collectives in three types, and captured in a CUDA graph and replayed."""
-    from namedmesh._torch import run_functional_collective
+    from namedmesh._torch.tensors import run_functional_collective
 
     mesh = make_mesh(dp=-1)
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]  # it exists

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import find_sharding_under_ddp
+from namedmesh._torch.modules import find_sharding_under_ddp
 from namedmesh.layout.axes import EXPERT_AXES, TOKEN_AXES
 from namedmesh.mesh.mesh import NamedMesh
 

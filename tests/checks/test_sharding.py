@@ -32,7 +32,7 @@ def test_one_module_reads_the_attributes_of_parameters() -> None:
                 continue
             if isinstance(node.args[1], ast.Constant) and node.args[1].value in ATTRIBUTES:
                 readers.add(path.name)
-    assert readers == {"sharding.py"}
+    assert readers == {"_sharding.py"}
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_the_device_of_a_group_that_exists_already(
     simulate_devices(monkeypatch, "cuda", 4)
     monkeypatch.setattr(torch, "get_device_module", lambda _: cuda)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(launch, "get_bound_device", lambda: bound and torch.device(bound))
+    monkeypatch.setattr(default_group, "get_bound_device", lambda: bound and torch.device(bound))
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert (str(default_group.default_group_device(requested)), cuda.current) == expected
 
@@ -187,7 +187,7 @@ def test_the_device_of_a_gloo_group_is_the_cpu(monkeypatch: pytest.MonkeyPatch) 
     simulate_devices(monkeypatch, "cuda", 4)
     monkeypatch.setattr(torch, "get_device_module", lambda _: cuda)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(launch, "get_bound_device", lambda: None)
+    monkeypatch.setattr(default_group, "get_bound_device", lambda: None)
     assert (default_group.default_group_device(), cuda.current) == (torch.device("cpu"), None)
 
 

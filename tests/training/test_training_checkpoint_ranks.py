@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 import namedmesh
 from namedmesh import training
 from namedmesh._errors import CheckpointError
-from namedmesh._torch import get_timeout
+from namedmesh._torch.groups import get_timeout
 from namedmesh.training import checkpoint_storage
 
 # --- the same call on every rank -----------------------------------------------------------------

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 import namedmesh
 from namedmesh import training
-from namedmesh._checks import digest
+from namedmesh._checks.digests import digest
 from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_attributes
 from namedmesh.training import checkpoint_storage, seeds
 from namedmesh.training.checkpoint_ranks import CheckpointRanks

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import namedmesh
 from namedmesh import training
-from namedmesh._checks import digest
+from namedmesh._checks.digests import digest
 from namedmesh._errors import ShapeError
 
 # The sizes of the axes, and by rank the position of its sampler.

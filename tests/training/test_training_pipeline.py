@@ -23,7 +23,7 @@ from training_checks import alone, loaded_alone, train_through
 
 import namedmesh
 from namedmesh import training
-from namedmesh._checks import digest
+from namedmesh._checks.digests import digest
 from namedmesh.training import seeds
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import namedmesh
 from namedmesh import training
-from namedmesh._checks import digest
+from namedmesh._checks.digests import digest
 from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_attributes
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 from namedmesh.training import seeds

@@ -6,8 +6,3 @@ changes a number, and nothing that it computes is seen by autograd or by a dispa
 
 This room imports meshes and how tensors are sharded; tensor parallelism and training import it.
 """
-
-from namedmesh._checks.digests import *
-from namedmesh._checks.fingerprints import *
-from namedmesh._checks.models import *
-from namedmesh._checks.replicas import *

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from namedmesh._errors import GradientError, print_in_one_line
 from namedmesh._sharding import to_local
-from namedmesh._torch import all_gather_object, wait_if_async
+from namedmesh._torch.groups import all_gather_object
+from namedmesh._torch.tensors import wait_if_async
 
 # The ranks compare before the steps 1, 2, 4 and so on up to this one.
 LAST_STEP = 1024

@@ -32,13 +32,9 @@ from namedmesh._checks.fingerprints import (
 )
 from namedmesh._errors import GradientError, format_items, format_ranks
 from namedmesh._sharding import group_by_layout, is_replicated, to_local
-from namedmesh._torch import (
-    all_gather_object,
-    disable_dispatch_modes,
-    get_group_by_name,
-    is_async,
-    is_capturing,
-)
+from namedmesh._torch.execution import disable_dispatch_modes, is_capturing
+from namedmesh._torch.groups import all_gather_object, get_group_by_name
+from namedmesh._torch.tensors import is_async
 
 NUM_PRIORITIES = 3
 """The priorities of inputs, gathered outputs and gradients: each explains the next."""

@@ -23,7 +23,7 @@ from namedmesh._checks.fingerprints import (
 )
 from namedmesh._errors import format_items
 from namedmesh._sharding import find_replicated_axes, group_by_layout, to_local
-from namedmesh._torch import is_capturing
+from namedmesh._torch.execution import is_capturing
 from namedmesh.mesh.mesh import NamedMesh
 
 _CAUSES = (

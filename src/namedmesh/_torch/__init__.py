@@ -8,18 +8,8 @@ namedmesh changes torch for the whole process in five places:
 - ``list_operators.accept_mixed_lists`` adds handlers to DTensor;
 - ``groups`` replaces default arguments of ``torch.distributed.nn.functional``;
 - ``tensors.hide_redistribution_warnings`` filters a log, on all ranks except rank 0;
-- ``training.checkpoint_gradients`` notes the steps of optimizers;
+- ``training.checkpoint_names`` notes the steps of optimizers;
 - ``tensor_parallel.gradients.install_optimizer_step_hook`` hooks the steps of optimizers.
 
 The guide has a page about them; what is not listed there must not exist.
 """
-
-from namedmesh._torch.dispatch import *
-from namedmesh._torch.execution import *
-from namedmesh._torch.group_requests import *
-from namedmesh._torch.groups import *
-from namedmesh._torch.list_operators import *
-from namedmesh._torch.meshes import *
-from namedmesh._torch.modules import *
-from namedmesh._torch.tensors import *
-from namedmesh._torch.training import *

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from namedmesh._errors import AgreementError, NamedMeshError, format_ranks, print_in_one_line
-from namedmesh._torch import get_timeout
+from namedmesh._torch.groups import get_timeout
 from namedmesh.launch.coordinator import (
     StoreCoordinator,
     find_existing_keys,

@@ -20,7 +20,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from namedmesh._errors import AgreementError, format_ranks
-from namedmesh._torch import get_default_store
+from namedmesh._torch.groups import get_default_store
 
 # Rank 0 polls the store for nonces, because torch logs each wait that times out.
 _SHORTEST_POLL_SECONDS = 0.001

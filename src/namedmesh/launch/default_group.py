@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from namedmesh._errors import LaunchError, OptionError, format_count
-from namedmesh._torch import get_bound_device, guesses_device
+from namedmesh._torch.groups import get_bound_device, guesses_device
 from namedmesh.launch.agreement import agree_on, call_in_thread
 from namedmesh.launch.coordinator import StoreCoordinator, set_default_coordinator
 from namedmesh.launch.launchers import check_torchrun_variables, read_int, torchrun_variables, was_launched

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._errors import MeshError, did_you_mean
-from namedmesh._torch import constant_under_compile
+from namedmesh._torch.execution import constant_under_compile
 from namedmesh.layout.layout import Layout, format_axes, quote_axes
 from namedmesh.mesh.groups import Communicator, Groups
 from namedmesh.mesh.views import ROOT_VIEW, MeshViews

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._errors import LayoutError, format_items
-from namedmesh._torch import is_registered
+from namedmesh._torch.groups import is_registered
 from namedmesh.layout.layout import Layout, format_axes
 
 

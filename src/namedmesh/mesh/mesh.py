@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._errors import LayoutError, MeshError, OptionError
-from namedmesh._torch import (
-    add_default_group_finalizer,
-    hide_redistribution_warnings,
-    release_groups_with_default_group,
-)
+from namedmesh._torch.groups import add_default_group_finalizer
+from namedmesh._torch.meshes import release_groups_with_default_group
+from namedmesh._torch.tensors import hide_redistribution_warnings
 from namedmesh.launch.agreement import agree_on
 from namedmesh.launch.default_group import default_group_device
 from namedmesh.layout import Layout

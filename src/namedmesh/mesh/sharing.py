@@ -17,7 +17,7 @@ from threading import Lock
 import torch.distributed as dist
 
 from namedmesh._errors import MeshError, OptionError, format_items
-from namedmesh._torch import GroupRequest, intercept_group_requests
+from namedmesh._torch.group_requests import GroupRequest, intercept_group_requests
 from namedmesh.layout.layout import Layout, format_axes, make_partition_key
 from namedmesh.mesh import current
 from namedmesh.mesh.groups import describe_group_cache

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.utils.module_tracker import ModuleTracker
 
-from namedmesh._torch import CollectiveMode
+from namedmesh._torch.dispatch import CollectiveMode
 from namedmesh.mesh.arguments import named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 

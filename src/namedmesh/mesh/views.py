@@ -11,12 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from namedmesh._errors import AxisError, LayoutError, format_items
-from namedmesh._torch import (
-    concatenate_meshes,
-    disable_dispatch_modes,
-    flatten_mesh,
-    own_group_requests,
-)
+from namedmesh._torch.execution import disable_dispatch_modes
+from namedmesh._torch.group_requests import own_group_requests
+from namedmesh._torch.meshes import concatenate_meshes, flatten_mesh
 from namedmesh.layout.axes import DATA_PARTS
 from namedmesh.layout.layout import Layout, format_axes, make_partition_key, quote_axes
 from namedmesh.layout.sizes import suggest_axis

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._errors import ShapeError
-from namedmesh._torch import assert_on_device, is_transformed, run_functional_collective
+from namedmesh._torch.execution import is_transformed
+from namedmesh._torch.tensors import assert_on_device, run_functional_collective
 
 
 class Group(NamedTuple):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._errors import LayoutError, ShapeError, format_items
-from namedmesh._torch import concatenate_meshes
+from namedmesh._torch.meshes import concatenate_meshes
 from namedmesh.layout.axes import SAME_TOKEN_AXES
 from namedmesh.mesh.arguments import named_mesh
 from namedmesh.mesh.mesh import NamedMesh

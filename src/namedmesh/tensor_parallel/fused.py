@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from namedmesh._errors import PlanError
-from namedmesh._torch import has_hooks
+from namedmesh._torch.modules import has_hooks
 
 
 class ConcatLinear(nn.ModuleList):

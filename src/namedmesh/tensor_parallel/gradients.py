@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from namedmesh._checks import ModelCheck, compare_before_step
+from namedmesh._checks.models import ModelCheck, compare_before_step
 from namedmesh._sharding import to_local
-from namedmesh._torch import make_gradient, wait_if_async
+from namedmesh._torch.tensors import make_gradient, wait_if_async
 from namedmesh.mesh.arguments import AxisMesh, one_axis
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
 from namedmesh.tensor_parallel.experts import ExpertForward

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from namedmesh._errors import ShapeError
-from namedmesh._torch import to_local_parameters
+from namedmesh._torch.tensors import to_local_parameters
 from namedmesh.tensor_parallel.collectives import (
     Group,
     check_ids_in_vocab,

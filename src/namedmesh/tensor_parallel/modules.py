@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import replace_parameters
+from namedmesh._torch.modules import replace_parameters
 from namedmesh.tensor_parallel.base_styles import Style
 from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region, reduce_from_tp_region
 from namedmesh.tensor_parallel.layers import local_params, shard_shapes

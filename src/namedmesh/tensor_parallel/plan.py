@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from namedmesh._torch import accept_mixed_lists
+from namedmesh._torch.list_operators import accept_mixed_lists
 from namedmesh.mesh.arguments import AxisMesh, one_axis
 from namedmesh.tensor_parallel.gradients import (
     install_optimizer_step_hook,

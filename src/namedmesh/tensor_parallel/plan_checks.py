@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from namedmesh._errors import PlanError, format_items
 from namedmesh._sharding import is_tp_shard
-from namedmesh._torch import has_hooks
+from namedmesh._torch.modules import has_hooks
 from namedmesh.tensor_parallel.base_styles import TorchStyle
 from namedmesh.tensor_parallel.plan_entries import Plan, PlanEntry, format_placement, match_plan
 from namedmesh.tensor_parallel.styles import KeyValueParallel

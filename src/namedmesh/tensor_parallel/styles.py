@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh._torch import RecomputedTensors, has_hooks, wrap_replicated
+from namedmesh._torch.modules import has_hooks
+from namedmesh._torch.tensors import RecomputedTensors, wrap_replicated
 from namedmesh.layout.sizes import shared_heads
 from namedmesh.tensor_parallel.base_styles import (
     Style,

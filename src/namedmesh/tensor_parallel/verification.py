@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from namedmesh._checks import digest
+from namedmesh._checks.digests import digest
 from namedmesh._errors import NamedMeshError, PlanError, format_count, format_items, get_first_line
 from namedmesh._sharding import to_full
-from namedmesh._torch import all_gather_object, tree_leaves, tree_map
+from namedmesh._torch.groups import all_gather_object
+from namedmesh._torch.tensors import tree_leaves, tree_map
 from namedmesh.mesh.arguments import AxisMesh, one_axis
 from namedmesh.tensor_parallel.plan import parallelize
 from namedmesh.tensor_parallel.plan_checks import resolve_plan

@@ -141,7 +141,7 @@ def _run(arguments: Namespace) -> tuple[int, str]:
     import torch.distributed as dist
 
     from namedmesh import launch
-    from namedmesh._torch import set_group_timeout
+    from namedmesh._torch.groups import set_group_timeout
     from namedmesh.launch.coordinator import exchange_values
 
     spec, sizes = read_layout_arguments(arguments)

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from namedmesh._errors import CheckpointError, format_items, get_first_line
-from namedmesh._torch import count_writes, get_local_tensor
+from namedmesh._torch.tensors import count_writes, get_local_tensor
 
 # The messages for entries that a checkpoint does not have for this rank, by the kind of the entry.
 # Random states are not among them: without one, the generators keep their state.

@@ -14,10 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from namedmesh._checks import LENIENT, Entry, compare_weights, digest, find_differences, fingerprint
+from namedmesh._checks.digests import digest
+from namedmesh._checks.fingerprints import LENIENT, Entry, find_differences, fingerprint
+from namedmesh._checks.replicas import compare_weights
 from namedmesh._errors import CheckpointError, GradientError, format_items, format_ranks
 from namedmesh._sharding import to_local
-from namedmesh._torch import all_gather_object
+from namedmesh._torch.groups import all_gather_object
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.checkpoint_folders import Lock, prepare_folder, remove_leftovers
 from namedmesh.training.checkpoint_names import GRADIENT, Names, make_path, name_copy, to_plain_data

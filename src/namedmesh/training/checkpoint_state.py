@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from namedmesh._errors import CheckpointError, format_items
 from namedmesh._sharding import find_plain_shard, to_local
-from namedmesh._torch import has_unsharded_gradients, replace_local_tensor, runs_code_on_load
+from namedmesh._torch.modules import has_unsharded_gradients, runs_code_on_load
+from namedmesh._torch.tensors import replace_local_tensor
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training import seeds
 from namedmesh.training.checkpoint_names import (

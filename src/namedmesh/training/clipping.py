@@ -12,17 +12,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh._checks import compare_replicas, format_params, list_checks
+from namedmesh._checks.models import list_checks
+from namedmesh._checks.replicas import compare_replicas, format_params
 from namedmesh._errors import TrainingError
 from namedmesh._sharding import find_attribute_axes, find_placements, make_layout_key, to_local
-from namedmesh._torch import (
-    compute_norms,
+from namedmesh._torch.modules import (
     find_sharding_under_ddp,
     iter_params_hidden_by_ddp,
     iter_unsharded_parameters,
-    run_functional_collective,
-    scale_,
 )
+from namedmesh._torch.tensors import compute_norms, run_functional_collective, scale_
 from namedmesh.mesh.arguments import named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.tensor_parallel import reduce_gradients

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh._errors import TrainingError
 from namedmesh._sharding import is_tp_shard, to_local
-from namedmesh._torch import find_local_box
+from namedmesh._torch.tensors import find_local_box
 
 # A box in a full tensor: the first index and the index after the last one, along each dim.
 Box: TypeAlias = tuple[tuple[int, int], ...]

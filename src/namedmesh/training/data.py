@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from namedmesh._checks import digest
+from namedmesh._checks.digests import digest
 from namedmesh._errors import AgreementError, AxisError, format_ranks
 from namedmesh.layout.axes import DATA_AXES, SAME_SAMPLE_AXES
 from namedmesh.mesh.arguments import named_mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._errors import AxisError
-from namedmesh._torch import concatenate_meshes
+from namedmesh._torch.meshes import concatenate_meshes
 from namedmesh.layout.axes import FSDP_AXES
 from namedmesh.mesh.arguments import named_mesh
 from namedmesh.mesh.mesh import NamedMesh

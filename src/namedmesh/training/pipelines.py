@@ -15,8 +15,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
 from namedmesh._errors import ShapeError, TrainingError
-from namedmesh._torch import reshards_after_forward, tree_leaves, tree_map
+from namedmesh._torch.modules import reshards_after_forward
 from namedmesh._torch.pipelines import MicrobatchStage, set_schedule_loss
+from namedmesh._torch.tensors import tree_leaves, tree_map
 from namedmesh.mesh.arguments import named_mesh
 from namedmesh.mesh.groups import get_backends
 from namedmesh.mesh.internal import get_groups

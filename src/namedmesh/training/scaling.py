@@ -8,7 +8,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from namedmesh._errors import TrainingError
-from namedmesh._torch import get_found_infs
+from namedmesh._torch.training import get_found_infs
 from namedmesh.mesh.arguments import named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 

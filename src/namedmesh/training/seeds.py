@@ -19,7 +19,8 @@ from torch.utils.data import get_worker_info
 
 from namedmesh._errors import TrainingError, format_items
 from namedmesh._sharding import find_plain_shard, has_partition_dim, to_local
-from namedmesh._torch import is_capturing, make_rng_tracker
+from namedmesh._torch.execution import is_capturing
+from namedmesh._torch.training import make_rng_tracker
 from namedmesh.layout.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
 from namedmesh.mesh.arguments import named_mesh
 from namedmesh.mesh.mesh import NamedMesh, current_mesh

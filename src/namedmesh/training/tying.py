@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from namedmesh._errors import ShapeError
 from namedmesh._sharding import is_copy_of_stage, set_copy_of_stage, to_local
-from namedmesh._torch import all_gather_object
+from namedmesh._torch.groups import all_gather_object
 from namedmesh.mesh.arguments import named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
