@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # A program as its users write it: it imports a package that only some tests put in place.
-collect_ignore = ["old_llama.py"]
+collect_ignore = ["support/old_llama.py"]
 
 # The files that take longest come first, those between them that wait most of the time (hosts, agreement, launch, doctor):
 # while one worker waits, two compute, and none is left with a long file in the end.

@@ -147,6 +147,7 @@ class Phases:
         return mesh
 
 
+@pytest.mark.slow
 def test_a_cut_link_ends_both_sides_in_every_phase(hosts: Hosts, tmp_path: Path) -> None:
     cut = Cut(tmp_path)
     jobs = Phases(cut)

@@ -67,6 +67,8 @@ ONE_AXIS: dict[str, Callable[[Any], object]] = {
     ),
     "logsumexp": lambda mesh: tensor_parallel.logsumexp(torch.rand(2, 4), mesh),
     "entropy": lambda mesh: tensor_parallel.entropy(torch.rand(2, 4), mesh),
+    "argmax": lambda mesh: tensor_parallel.argmax(torch.rand(2, 4), mesh),
+    "sample": lambda mesh: tensor_parallel.sample(torch.rand(2, 4), mesh),
     "shard_sequence": lambda mesh: training.shard_sequence(torch.rand(1, 8), mesh=mesh),
     "context_attention": lambda mesh: training.context_attention(HEADS, HEADS, HEADS, mesh),
 }
@@ -74,6 +76,7 @@ NAMED: dict[str, Callable[[Any], object]] = {
     "sampler_kwargs": training.sampler_kwargs,
     "check_same_batch": lambda mesh: training.check_same_batch(1, mesh),
     "fsdp_mesh": training.fsdp_mesh,
+    "Throughput": training.Throughput,
     "count_tokens": lambda mesh: training.count_tokens(1, mesh),
     "normalize_loss": lambda mesh: training.normalize_loss(torch.tensor(1.0), torch.tensor(1), mesh),
     "mean_loss": lambda mesh: training.mean_loss(torch.tensor(1.0), mesh),

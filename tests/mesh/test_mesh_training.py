@@ -107,7 +107,9 @@ def _train_cases(ranks: int, names: list[str]) -> list[list[float]]:
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("ranks", [4, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [4, pytest.param(8, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)]
+)
 def test_fsdp_with_tensor_parallelism_equals_one_process(ranks: int) -> None:
     names = list(CASES[ranks])
     by_rank = run_ranks(ranks, _train_cases, ranks, names)

@@ -126,6 +126,7 @@ def compiled() -> tuple[list[float], int]:
         return losses_of(settings, AdamWOfShards), counter.frame_count
 
 
+@pytest.mark.slow
 def test_losses_with_compiled_layers_are_those_of_one_process(reference: list[float]) -> None:
     for losses, graphs in run_ranks(2, compiled):
         assert losses == pytest.approx(reference, abs=1e-9)

@@ -41,6 +41,7 @@ from namedmesh.tensor_parallel import (
     LocalParameters,
     RowwiseParallel,
     SharedInput,
+    argmax,
     entropy,
     logsumexp,
     reduce_gradients,
@@ -263,6 +264,14 @@ class UnscaledExpertParallel(ExpertParallel):
 # ----------------------------------------------------------------------------------------
 
 
+def compare_argmax() -> Pairs:
+    """The largest logit is in the shard of the last rank, and then in that of the first one."""
+    mesh = make_tp_mesh()
+    full = torch.tensor([[0.0, 1, 2, 3, 4, 5, 6], [6.0, 5, 4, 3, 2, 1, 0]])  # uneven shards
+    local = full.chunk(mesh.size(), -1)[mesh.get_local_rank()]
+    yield argmax(local, mesh).double(), full.argmax(-1).double()
+
+
 def compare_cross_entropy() -> Pairs:
     mesh = make_tp_mesh()
     target = torch.tensor([1, 7, -100])
@@ -420,6 +429,7 @@ CHECKS: dict[str, Callable[[], Pairs]] = {
 for _name in ("default", "sequence", "torch's path"):
     CHECKS[f"{_name}, DTensor in"] = partial(compare_module, *CASES[_name], as_dtensor=True)
 CHECKS |= {
+    "argmax": compare_argmax,
     "cross entropy": compare_cross_entropy,
     "logsumexp and entropy": compare_logsumexp_and_entropy,
     "regions": compare_regions,

@@ -225,6 +225,7 @@ def find_survivors() -> tuple[set[Site], list[str], int]:
     return sites - set(checks_by_site), survivors, count
 
 
+@pytest.mark.slow
 def test_checks_detect_every_removed_or_doubled_collective() -> None:
     ((missed, survivors, count),) = run_ranks(1, find_survivors, init=False, timeout=280)
     assert missed == set()

@@ -257,6 +257,7 @@ def compare_compiled_steps() -> float:
     return max_difference(model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Profiler record function")
 def test_a_compiled_optimizer_step_equals_one_process() -> None:
     assert max(run_ranks(2, compare_compiled_steps)) < 1e-12

@@ -346,8 +346,8 @@ def test_latest_ignores_checkpoints_that_another_job_removes_or_replaces(
 
 def test_converted_checkpoints_of_namedmesh_0_3_are_loaded_and_the_run_continues(tmp_path: Path) -> None:
     """The fixture was written by namedmesh 0.3 on two ranks: make_constant_job(3), and a buffer that differs."""
-    tests = Path(__file__).parent
-    old, new = tests / "checkpoint_0_3" / "step-000007", tmp_path / "run" / "step-000007"
+    tests = Path(__file__).parents[1]
+    old, new = tests / "support" / "checkpoint_0_3" / "step-000007", tmp_path / "run" / "step-000007"
     converter = tests.parent / "examples" / "migrate" / "checkpoints_0_3.py"
 
     def convert(source: Path, target: Path) -> str:

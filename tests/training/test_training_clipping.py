@@ -328,5 +328,6 @@ def check_compiled_steps() -> None:
     check_compiled_clipping()
 
 
+@pytest.mark.slow
 def test_loss_and_clipping_compile_to_one_graph_each() -> None:
     run_ranks(4, check_compiled_steps)

@@ -135,6 +135,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
 def test_compiled_code_and_dispatch_modes_equal_one_process() -> None:
     run_ranks(2, check_compiled_code_and_dispatch_modes)

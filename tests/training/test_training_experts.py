@@ -54,7 +54,7 @@ def check_expert_parallel(compiled: bool) -> None:
 
 # torch.compile instantiates a deprecated class.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_expert_parallelism_equals_replicated_experts(compiled: bool) -> None:
     run_ranks(2, check_expert_parallel, compiled)
 

@@ -288,7 +288,11 @@ def test_layers_of_a_dict_keep_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if "every layout" in name else ()) for name in RUNS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "compiled" or "every layout" in name else ())
+        for name in RUNS
+    ],
 )
 def test_a_run_resumed_in_other_layouts_equals_one_process(name: str, tmp_path: Path) -> None:
     settings, layouts_of_worlds = RUNS[name]

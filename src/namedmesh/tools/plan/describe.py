@@ -296,7 +296,10 @@ def rank_text(plan: LayoutPlan, rank: int) -> str:
         before = f"receives from rank {stages[stage - 1]}" if stage > 0 else "the first stage"
         after = f"sends to rank {stages[stage + 1]}" if stage + 1 < len(stages) else "the last stage"
         lines.append(f"  pipeline: {before}, {after}")
-    data_coords = {axis: position for axis, position in coords.items() if axis in DATA_AXES}
+    data_coords = {}
+    for axis, position in coords.items():
+        if axis in DATA_AXES:
+            data_coords[axis] = position
     if data_coords:
         part = f"part {layout.group_rank(rank, *data_coords)} of 0 to {layout.size(*data_coords) - 1}"
         same = format_items(layout.where(**data_coords), _SHOWN_RANKS_OF_GROUP)
@@ -313,8 +316,12 @@ def _describe_shard(layout: Layout, rank: int, sharding_axes: Sequence[str]) -> 
     # An axis of size 1 shards nothing. Ranks with the same coordinates on the other axes are
     # replicas.
     coords = layout.coords(rank)
-    shard_coords = {axis: coords[axis] for axis in layout if axis in sharding_axes and layout[axis] > 1}
-    parts = [f"{axis} part {position} of 0 to {layout[axis] - 1}" for axis, position in shard_coords.items()]
+    shard_coords = {}
+    parts = []
+    for axis in layout:
+        if axis in sharding_axes and layout[axis] > 1:
+            shard_coords[axis] = coords[axis]
+            parts.append(f"{axis} part {coords[axis]} of 0 to {layout[axis] - 1}")
     shard = ", ".join(parts) or "all of them"
     return f"{shard}, the same on ranks {format_items(layout.where(**shard_coords), _SHOWN_RANKS_OF_GROUP)}"
 
