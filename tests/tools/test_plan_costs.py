@@ -200,15 +200,18 @@ def test_a_step_by_hand() -> None:
     read, logits = count_layer_elements(job, Axes(tp=2, pp=2), has_experts=False).read, 100 / 2
     moved = tokens * (5 * 2 * read + 2 * 10 * logits) + 10 * (layer + 64 * 100) / 2
     assert step["elementwise"] == pytest.approx(4 * moved / 5e11)
-    # Four all-reduces of 32 x 64 numbers of two bytes: each is sent to one other rank twice, half at a time.
-    sent, hop = 4 * 4 * 2 * (tokens * 64 * 2 / 2), 3.4e-6
-    assert step["tp"] == pytest.approx(sent / 1e9 + 4 * 4 * 2 * hop)
+    # Four all-reduces of 32 x 64 numbers of two bytes: each is sent to one other rank twice, half at a time. The head
+    # gathers its input, and reduces the gradient of it.
+    halves = 4 * (4 * 2 + 2)
+    sent, hop = halves * (tokens * 64 * 2 / 2), 3.4e-6
+    assert step["tp"] == pytest.approx(sent / 1e9 + halves * hop)
     # Each of the two ranks sends half to its peer in the next stage, and gathers the other half there.
     assert step["pp"] == pytest.approx(4 * 2 * (2 * tokens * 64 * 2 / 2 / 1e9 + hop))
     one = sum(step[part] for part in ("matmul", "attention", "elementwise", "tp", "pp")) / 4
     assert step["bubble"] == pytest.approx(one)  # (p-1) micro-batches
     full = estimate_step(replace(job, checkpointing="full"), Axes(tp=2, pp=2))
-    assert full["tp"] == pytest.approx(step["tp"] * 3 / 2)  # once more, where the layer is computed again
+    # The collectives of the forward of the layer once more, where it is computed again.
+    assert full["tp"] == pytest.approx(step["tp"] * (4 * 3 + 2) / (4 * 2 + 2))
 
 
 def test_communication_with_replicas() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from inspect import getsource
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -147,7 +147,7 @@ class State:
                 self.bound = None
             if self.owned is closed:
                 self.owned = None
-        self.shown = current.selected_mesh() or self.bound
+        self.shown = cast("NamedMesh | None", current.selected_mesh()) or self.bound
         self.write(self.values.get(self.shown, {}))
 
 

@@ -436,24 +436,6 @@ def make_partition_key(layout: Layout, *axes: str) -> tuple[object, ...]:
     return (layout.rank_offset, layout.world_size, tuple(merged))
 
 
-def format_axes(axes: Sequence[str]) -> str:
-    """Format axes for a sentence, such as ``'dp' and 'tp'``.
-
-    Args:
-        axes: the names of the axes.
-    """
-    return " and ".join(repr(axis) for axis in axes)
-
-
-def quote_axes(axes: Sequence[str]) -> str:
-    """Format axes as arguments in code, such as ``"dp", "tp"``.
-
-    Args:
-        axes: the names of the axes.
-    """
-    return ", ".join(f'"{axis}"' for axis in axes)
-
-
 def _add_to_each(ranks: Sequence[int], distance: int) -> tuple[int, ...]:
     """Return ranks with a distance added to each."""
     if isinstance(ranks, range):

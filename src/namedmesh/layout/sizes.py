@@ -1,4 +1,4 @@
-"""Check the names and sizes of axes, infer the size -1, and divide layers and heads.
+"""Check and format the names and sizes of axes, infer the size -1, and divide layers and heads.
 
 The checks return lists of messages, so that a caller can raise all problems at once.
 """
@@ -234,3 +234,21 @@ def shared_heads(queries: int, heads: int, size: int) -> list[list[int]]:
         own_queries = range(rank * queries_per_rank, (rank + 1) * queries_per_rank, step)
         needed.append([query // queries_per_head for query in own_queries])
     return needed
+
+
+def format_axes(axes: Sequence[str]) -> str:
+    """Format axes for a sentence, such as ``'dp' and 'tp'``.
+
+    Args:
+        axes: the names of the axes.
+    """
+    return " and ".join(repr(axis) for axis in axes)
+
+
+def quote_axes(axes: Sequence[str]) -> str:
+    """Format axes as arguments in code, such as ``"dp", "tp"``.
+
+    Args:
+        axes: the names of the axes.
+    """
+    return ", ".join(f'"{axis}"' for axis in axes)

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._errors import MeshError, did_you_mean
 from namedmesh._torch.execution import constant_under_compile
-from namedmesh.layout.layout import Layout, format_axes, quote_axes
+from namedmesh.layout.layout import Layout
+from namedmesh.layout.sizes import format_axes, quote_axes
 from namedmesh.mesh.groups import Communicator, Groups
 from namedmesh.mesh.views import ROOT_VIEW, MeshViews
 

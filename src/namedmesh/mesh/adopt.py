@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._errors import LayoutError, format_items
 from namedmesh._torch.groups import is_registered
-from namedmesh.layout.layout import Layout, format_axes
+from namedmesh.layout.layout import Layout
+from namedmesh.layout.sizes import format_axes
 
 
 def infer_layout_from_mesh(mesh: DeviceMesh) -> Layout:

@@ -1,38 +1,37 @@
-"""The registry of this process: the open meshes, and the one that ``with mesh:`` selects."""
+"""The registry of this process: the open meshes, and the one that ``with mesh:`` selects.
+
+Every mesh is a ``NamedMesh``, whose module imports this one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from namedmesh._errors import MeshError, format_items
+from namedmesh.mesh.accessors import MeshAccessors
 from namedmesh.mesh.groups import Groups, get_backends
 
-if TYPE_CHECKING:
-    # At run time the module of NamedMesh imports this one.
-    from namedmesh.mesh.mesh import NamedMesh
-
 # The meshes that were not closed, the oldest first, each with its groups.
-_meshes: dict[NamedMesh, Groups] = {}
+_meshes: dict[MeshAccessors, Groups] = {}
 # The stack of selected meshes. It belongs to the process and not to a thread: autograd runs
 # backward functions in its own threads, and they must see the same mesh.
-_selected: list[NamedMesh] = []
+_selected: list[MeshAccessors] = []
 _watchers: list[Callable[..., None]] = []
 
 
-def selected_mesh() -> NamedMesh | None:
+def selected_mesh() -> MeshAccessors | None:
     """Return the mesh of the innermost ``with mesh:``; None outside of such a block."""
     return _selected[-1] if _selected else None
 
 
-def open_meshes() -> list[NamedMesh]:
+def open_meshes() -> list[MeshAccessors]:
     """Return the meshes that are not closed and whose default group exists, the oldest first."""
     return [mesh for mesh, groups in _meshes.items() if not groups.are_stale()]
 
 
-def all_meshes() -> list[NamedMesh]:
+def all_meshes() -> list[MeshAccessors]:
     """Return the meshes that are not closed, the oldest first.
 
     In contrast to :func:`open_meshes`, their default group may have been destroyed.
@@ -40,7 +39,7 @@ def all_meshes() -> list[NamedMesh]:
     return list(_meshes)
 
 
-def register(mesh: NamedMesh, groups: Groups) -> None:
+def register(mesh: MeshAccessors, groups: Groups) -> None:
     """Add a mesh to the open meshes.
 
     Args:
@@ -54,7 +53,7 @@ def register(mesh: NamedMesh, groups: Groups) -> None:
     _meshes[mesh] = groups
 
 
-def unregister(mesh: NamedMesh) -> None:
+def unregister(mesh: MeshAccessors) -> None:
     """Remove a mesh that was closed from the open meshes.
 
     Args:
@@ -64,7 +63,7 @@ def unregister(mesh: NamedMesh) -> None:
     notify(mesh)
 
 
-def select(mesh: NamedMesh) -> None:
+def select(mesh: MeshAccessors) -> None:
     """Make a mesh the current one of the process, until :func:`deselect`.
 
     Args:
@@ -74,7 +73,7 @@ def select(mesh: NamedMesh) -> None:
     notify()
 
 
-def deselect(mesh: NamedMesh) -> None:
+def deselect(mesh: MeshAccessors) -> None:
     """Undo the last :func:`select` of a mesh.
 
     Args:
@@ -98,7 +97,7 @@ def watch(watcher: Callable[..., None]) -> None:
     _watchers.append(watcher)
 
 
-def notify(*closed: NamedMesh) -> None:
+def notify(*closed: MeshAccessors) -> None:
     """Call the watchers, with the mesh that was closed or has lost its groups.
 
     Args:
@@ -108,7 +107,7 @@ def notify(*closed: NamedMesh) -> None:
         watcher(*closed)
 
 
-def check_groups(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
+def check_groups(mesh: MeshAccessors, groups: Mapping[str, dist.ProcessGroup]) -> None:
     """Check that a mesh can use its groups on some axes. Does not communicate.
 
     Args:
@@ -124,7 +123,7 @@ def check_groups(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> No
         raise MeshError(*problems)
 
 
-def _find_missing_backends(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> list[str]:
+def _find_missing_backends(mesh: MeshAccessors, groups: Mapping[str, dist.ProcessGroup]) -> list[str]:
     """Return a message for each group without a backend for the device of the mesh.
 
     torch would only notice at the first collective.
@@ -142,7 +141,7 @@ def _find_missing_backends(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGro
     return problems
 
 
-def _find_dtensor_aliases(mesh: NamedMesh, groups: Mapping[str, dist.ProcessGroup]) -> list[str]:
+def _find_dtensor_aliases(mesh: MeshAccessors, groups: Mapping[str, dist.ProcessGroup]) -> list[str]:
     """Return a message for each axis that DTensor would confuse with one of another open mesh.
 
     DTensor caches operations by mesh, and meshes with equal names, ranks and device type are equal.

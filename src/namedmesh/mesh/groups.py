@@ -25,7 +25,8 @@ from namedmesh._torch.groups import (
     is_registered,
     set_group_timeout,
 )
-from namedmesh.layout.layout import Layout, format_axes, make_partition_key
+from namedmesh.layout.layout import Layout, make_partition_key
+from namedmesh.layout.sizes import format_axes
 from namedmesh.mesh.options import (
     GroupOptions,
     make_backend_override,

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from namedmesh.mesh.accessors import MeshAccessors
 from namedmesh.mesh.groups import Groups
 from namedmesh.mesh.mesh import NamedMesh
 
 
-def get_groups(mesh: NamedMesh) -> Groups:
+def get_groups(mesh: MeshAccessors) -> Groups:
     """Return the process groups of a mesh, with their options. Does not communicate.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -393,14 +394,14 @@ def current_mesh() -> NamedMesh:
         MeshError: no mesh is open, several are open and none is selected, or the selected one is
             closed.
     """
-    mesh = current.selected_mesh()
+    mesh = cast("NamedMesh | None", current.selected_mesh())
     if mesh is not None:
         if mesh.closed:
             raise MeshError(
                 f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
             )
         return mesh
-    meshes = current.open_meshes()
+    meshes = cast("list[NamedMesh]", current.open_meshes())
     if not meshes:
         raise MeshError("no mesh is open in this process; call namedmesh.init_mesh(...) first")
     if len(meshes) == 1:
@@ -416,5 +417,5 @@ def current_mesh() -> NamedMesh:
 @atexit.register
 def close_all() -> None:
     """Close every open mesh of this process, the newest first."""
-    for mesh in reversed(current.all_meshes()):
+    for mesh in reversed(cast("list[NamedMesh]", current.all_meshes())):
         mesh.close()

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from namedmesh._errors import MeshError, OptionError, format_items
 from namedmesh._torch.group_requests import GroupRequest, intercept_group_requests
-from namedmesh.layout.layout import Layout, format_axes, make_partition_key
+from namedmesh.layout.layout import Layout, make_partition_key
+from namedmesh.layout.sizes import format_axes
 from namedmesh.mesh import current
 from namedmesh.mesh.groups import describe_group_cache
 from namedmesh.mesh.internal import agree_on_call, get_groups

@@ -15,8 +15,8 @@ from namedmesh._torch.execution import disable_dispatch_modes
 from namedmesh._torch.group_requests import own_group_requests
 from namedmesh._torch.meshes import concatenate_meshes, flatten_mesh
 from namedmesh.layout.axes import DATA_PARTS
-from namedmesh.layout.layout import Layout, format_axes, make_partition_key, quote_axes
-from namedmesh.layout.sizes import suggest_axis
+from namedmesh.layout.layout import Layout, make_partition_key
+from namedmesh.layout.sizes import format_axes, quote_axes, suggest_axis
 from namedmesh.mesh.groups import Groups
 
 ROOT_VIEW = "mesh"

@@ -235,12 +235,17 @@ def _estimate_data_parallel(
     """
     hardware = job.hardware
     shared, routed = share.parameters(job.model, axes)
+    # FSDP2 keeps the gathered weights of its root, the embedding and the head, until the backward.
+    kept = job.model.embedding * share.ends / axes.tp
     all_gather = 0.0
+    gather_again = 0.0
     reduction = 0.0
-    for parameters, size, stride in (
-        (shared, axes.shards, axes.tp),
-        (routed, axes.expert_shards, axes.etp * axes.ep),
+    for parameters, resharded, size, stride in (
+        (shared, shared - kept, axes.shards, axes.tp),
+        (routed, routed, axes.expert_shards, axes.etp * axes.ep),
     ):
+        once_more = estimate_collective(hardware, BF16_BYTES * resharded, size, stride)
+        gather_again += (gathers - 1) * once_more
         reduce_scatter = estimate_collective(hardware, REDUCED_BYTES * parameters, size, stride)
         if job.stage:
             all_gather += estimate_collective(hardware, BF16_BYTES * parameters, size, stride)
@@ -252,7 +257,7 @@ def _estimate_data_parallel(
     # The first layer's weights and the last layer's gradients have no computation to overlap with.
     edge = 1 / max(1, share.layers)
     exposed_forward = _compute_exposed_seconds(all_gather, seconds[0], edge)
-    exposed_backward = _compute_exposed_seconds(reduction + all_gather * (gathers - 1), seconds[1], edge)
+    exposed_backward = _compute_exposed_seconds(reduction + gather_again, seconds[1], edge)
     return exposed_forward + exposed_backward
 
 
@@ -285,8 +290,10 @@ def _estimate_communication(job: Job, axes: Axes, share: StageShare, tokens: flo
     tp_seconds = estimate_collective(hardware, residual_bytes, axes.tp, 1)
     etp_seconds = estimate_collective(hardware, routed_bytes, axes.etp, 1)
     cp_seconds = estimate_collective(hardware, kv_bytes, axes.cp, axes.tp)
+    # The embedding, and the head with the loss, have half a region each, which is not recomputed.
+    ends = int(share.rank == 0) + int(share.is_last)
     seconds = {
-        "tp": 2 * passes * tp_regions * tp_seconds,
+        "tp": 2 * (passes * tp_regions + ends) * tp_seconds,
         "etp": 2 * passes * share.expert_layers * etp_seconds,
         "cp": (passes + 1) * share.layers * cp_seconds,
         "ep": 0.0,
