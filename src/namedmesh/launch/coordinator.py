@@ -24,7 +24,7 @@ from namedmesh._torch.groups import get_default_store
 
 # Rank 0 polls the store for nonces, because torch logs each wait that times out.
 _SHORTEST_POLL_SECONDS = 0.001
-_LONGEST_POLL_SECONDS = 0.1
+_LONGEST_POLL_SECONDS = 0.02
 _NONCE = "[0-9a-f]{32}"
 # torch's store takes more than linearly longer for more keys in one operation.
 _KEYS_IN_ONE_OPERATION = 128
@@ -85,13 +85,12 @@ class StoreCoordinator:
                 if not self._run_prefix:
                     problem = format_missing([0], self.world_size, f"call {call}", timeout)
                     raise AgreementError(problem) from None
-            self._root_store.add(f"{self._run_prefix}/read", 1)
         return dist.PrefixStore(self._run_prefix, self._root_store)
 
     def serve_run_prefix(self, store: dist.Store, result_key: str, deadline: float) -> None:
         """Send the prefix of :meth:`run_store` from rank 0 to the ranks that request it.
 
-        Returns once every rank has read the prefix, the call has a result, or the deadline is over.
+        Returns once the call has a result, or the deadline is over.
 
         Args:
             store: the store of the call.
@@ -103,8 +102,6 @@ class StoreCoordinator:
         num_answered = 0
         pause = _SHORTEST_POLL_SECONDS
         while not self._prefix_read_by_all:
-            if time.monotonic() >= deadline or store.check([result_key]):
-                return
             if self._root_store.check(["nonces"]):
                 text = self._root_store.get("nonces").decode()
                 # The nonces of previous attempts are among them. Replies to them do no harm.
@@ -112,9 +109,7 @@ class StoreCoordinator:
                 for keys in split_keys(replies[num_answered:]):
                     self._root_store.multi_set(keys, [self._run_prefix] * len(keys))
                 num_answered = len(replies)
-            num_readers = self._root_store.add(f"{self._run_prefix}/read", 0)
-            if num_readers == self.world_size - 1:
-                self._prefix_read_by_all = True
+            if time.monotonic() >= deadline or store.check([result_key]):
                 return
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
             time.sleep(pause)
@@ -137,12 +132,14 @@ class StoreCoordinator:
     def delete_finished_keys(self, store: dist.Store, keys: Sequence[str]) -> None:
         """Delete the keys of the phase before this one. Each rank deletes its part of them.
 
-        Nobody reads them any more, since every rank has arrived at this phase.
+        Nobody reads them any more, since every rank has arrived at this phase. So every rank has
+        the prefix of the run, too.
 
         Args:
             store: the store of the call.
             keys: the keys of this phase, for the next call.
         """
+        self._prefix_read_by_all = True
         for index, (old_store, key) in enumerate(self._finished_keys):
             if index % self.world_size == self.rank:
                 old_store.delete_key(key)
