@@ -1,7 +1,7 @@
 """The language of the sources: words of docstrings and comments, and the density of the code.
 
-The figures are limits of the whole of ``src/namedmesh``, so that one line never fails by itself. A
-failure lists the places to look at; ``pytest -rP tests/project/test_language.py`` prints every figure.
+The tests hold first lines only. The other figures are a report of the whole of ``src/namedmesh`` beside the limits
+that the project has set itself: ``python tests/project/test_language.py``, which ``.ci/run`` prints.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ LAYOUT_TOKENS = {
 
 # The most that is allowed. A first line is the summary of a docstring.
 LIMITS = {
-    "code lines": 14_800,
+    "code lines": 11_000,
     "first lines with 'what'": 0,
     "first lines over 88 characters": 0,
     "nested comprehensions": 5,
@@ -236,12 +236,17 @@ def read_language(source: str, name: str, language: Language) -> Language:
     return language
 
 
-@pytest.fixture(scope="module")
-def language() -> Language:
+def read_source() -> Language:
+    """Return the figures of the whole of ``src/namedmesh``."""
     total = Language()
     for path in sorted(SOURCE.rglob("*.py")):
         read_language(path.read_text(encoding="utf-8"), str(path.relative_to(SOURCE)), total)
     return total
+
+
+@pytest.fixture(scope="module")
+def language() -> Language:
+    return read_source()
 
 
 def format_table(language: Language) -> str:
@@ -250,15 +255,9 @@ def format_table(language: Language) -> str:
     return "\n".join(rows)
 
 
-def test_the_figures_of_the_source_are_within_the_limits(language: Language) -> None:
-    figures = language.figures()
-    exceeded = [name for name, limit in LIMITS.items() if figures[name] > limit]
-    # pytest shows this after a failure, or with -rP.
-    print(format_table(language))  # noqa: T201
-    for name in exceeded:
-        print(f"\n{name}:", *language.places.get(name, []), sep="\n  ")  # noqa: T201
-    assert exceeded == []
-    assert figures["comments"] >= LEAST_COMMENTS
+def test_no_first_line_is_too_long_or_a_riddle(language: Language) -> None:
+    found = {name: language.places.get(name, []) for name, limit in LIMITS.items() if limit == 0}
+    assert not any(found.values()), found
 
 
 EXAMPLE = '''\
@@ -307,3 +306,11 @@ def test_a_long_first_line_is_found() -> None:
     found = read_language(f'"""{88 * "x"}"""\n', "short.py", Language())
     read_language(f'"""{89 * "x"}"""\n', "long.py", found)
     assert found.places["first lines over 88 characters"] == [f"long.py:1: {89 * 'x'}"]
+
+
+if __name__ == "__main__":
+    found = read_source()
+    print(format_table(found))  # noqa: T201  a report
+    for key, most in LIMITS.items():
+        if found.figures()[key] > most:
+            print(f"\n{key}:", *found.places.get(key, []), sep="\n  ")  # noqa: T201
