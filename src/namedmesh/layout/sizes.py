@@ -1,4 +1,4 @@
-"""Check and format names and sizes of axes, infer the size -1, and divide layers and heads.
+"""Check and format names and sizes of axes, infer -1, and divide layers and heads.
 
 The checks return lists of messages, so that a caller can raise all problems at once.
 """
