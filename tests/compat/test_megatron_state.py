@@ -362,18 +362,20 @@ def test_groups_of_an_open_mesh_are_reused_whatever_its_timeout() -> None:
 
 
 def _use_nccl_options() -> list[Any]:
-    """Groups with NCCL options are torch's own; as upstream's, they are not destroyed with the others."""
+    """Groups with NCCL options are torch's own. A second initialization makes them anew, and shares the others."""
     from megatron.core import parallel_state as upstream
 
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     upstream.get_nccl_options = lambda name, _: options if name == "tp" else None
     megatron.install()
-    before = live_groups()
     upstream.initialize_model_parallel(2)
     group = upstream.get_tensor_model_parallel_group()
     listed = group in upstream._global_process_group_list
     facts = [group is not megatron.current_mesh().group("tp"), summed(group), listed]
+    upstream.destroy_model_parallel()
+    before = live_groups()
+    upstream.initialize_model_parallel(2)
     upstream.destroy_model_parallel()
     return [*facts, live_groups() - before]
 
