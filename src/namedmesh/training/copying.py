@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh._errors import TrainingError
 from namedmesh._sharding import is_tp_shard, to_local
+from namedmesh._torch.groups import all_gather_object
 from namedmesh._torch.tensors import find_local_box
 
 # A box in a full tensor: the first index and the index after the last one, along each dim.
@@ -103,9 +104,9 @@ def copy_weights(
     by_rank: list[Any] = [own]
     rank = 0
     if dist.is_initialized():
-        by_rank = [None] * dist.get_world_size(group)
-        rank = dist.get_rank(group)
-        dist.all_gather_object(by_rank, own, group=group)
+        members: Any = group or dist.group.WORLD
+        rank = dist.get_rank(members)
+        by_rank = all_gather_object(members, own)
     sources, targets, problems_by_rank = zip(*by_rank, strict=True)
     problems = list(chain(*problems_by_rank))
     merged_source = _merge(sources, "the source", problems)

@@ -24,6 +24,7 @@ from namedmesh.compat.megatron.ranks import (
     split_ranks,
 )
 from namedmesh.compat.state import check_default_group, make_groups
+from namedmesh.launch.default_group import default_group_device
 from namedmesh.layout.axes import DENSE_COUNTERPARTS
 from namedmesh.layout.orders import DENSE, MEGATRON_GROUPS, GroupSpec
 from namedmesh.mesh.groups import set_timeout
@@ -186,10 +187,14 @@ class ParallelStateFallback:
         duplicates: list[Any] = [None, None]
         for position, variable in enumerate(variables):
             # A rank uses its own group only, but torch requires it to create every group.
-            sets: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(sets, tuple(dist.get_process_group_ranks(self.module[variable])))
+            ranks = dist.get_process_group_ranks(self.module[variable])
+            # torch's all_gather_object needs NumPy, and all sets have the same size.
+            local_ranks = torch.tensor(ranks, device=default_group_device())
+            gathered = [torch.empty_like(local_ranks) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, local_ranks)
+            sets = {tuple(members.tolist()) for members in gathered}
             name = f"{variable[1:]}_AG"
-            duplicates[position] = self._create_groups(sorted({*sets}), timeout=timeout, group_desc=name)
+            duplicates[position] = self._create_groups(sorted(sets), timeout=timeout, group_desc=name)
         return duplicates[0], duplicates[1]
 
     def update_pg_timeout(self, timeout: timedelta, pg: Any = None) -> None:
