@@ -67,6 +67,12 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert interpreter("-c", code).returncode == 0
 
 
+def test_importing_training_does_not_import_torch_compile() -> None:
+    code = "import sys, namedmesh.training; sys.exit('torch._dynamo' in sys.modules)"
+    result = interpreter("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_every_error_is_a_builtin_error_too() -> None:
     kinds = [kind for kind in NamedMeshError.__subclasses__() if kind.__module__ == "namedmesh._errors"]
     assert {kind.__name__ for kind in kinds} <= set(namedmesh.__all__)

@@ -1,5 +1,10 @@
 """Tools for the training loop: small functions over torch and a mesh."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from namedmesh.training.checkpoint_formats import to_pretrained
 from namedmesh.training.checkpoints import CheckpointManager, load, save
 from namedmesh.training.clipping import clip_grad_norm_
@@ -8,12 +13,14 @@ from namedmesh.training.copying import copy_weights
 from namedmesh.training.data import check_same_batch, sampler_kwargs
 from namedmesh.training.fsdp import fsdp_mesh
 from namedmesh.training.loss import count_tokens, mean_loss, normalize_loss
-from namedmesh.training.pipelines import Pipeline
 from namedmesh.training.scaling import sync_found_inf
 from namedmesh.training.seeds import data_generator, init_parameters, rng_stream, seed_all
-from namedmesh.training.stages import stage_indices, stage_layers
 from namedmesh.training.throughput import Throughput
 from namedmesh.training.tying import tie_stages
+
+if TYPE_CHECKING:
+    from namedmesh.training.pipelines import Pipeline
+    from namedmesh.training.stages import stage_indices, stage_layers
 
 __all__ = [
     "CheckpointManager",
@@ -41,3 +48,20 @@ __all__ = [
     "tie_stages",
     "to_pretrained",
 ]
+
+# torch.distributed.pipelining imports torch.compile, which takes seconds. A data worker or a job that
+# generates needs neither.
+_PIPELINE_MODULES = {"Pipeline": "pipelines", "stage_indices": "stages", "stage_layers": "stages"}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PIPELINE_MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(f"{__name__}.{_PIPELINE_MODULES[name]}")
+        value = globals()[name] = getattr(module, name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
