@@ -34,7 +34,7 @@ def meshes() -> Iterator[tuple[NamedMesh, NamedMesh]]:
             mesh.close()
 
 
-def bind(mesh: NamedMesh) -> megatron.Bound:
+def bind(mesh: NamedMesh) -> megatron.BindingContext:
     """Bind a mesh again, with the same options."""
     return megatron.bind(mesh, **NO_GLOO)
 

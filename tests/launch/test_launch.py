@@ -115,17 +115,17 @@ def test_the_local_rank_selects_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     simulate_devices(monkeypatch, "cuda", 8)
     for local in range(8):
         environment = {"RANK": str(8 + local), "LOCAL_RANK": str(local)}
-        assert default_group.local_device(None, environment) == torch.device("cuda", local)
-    assert default_group.local_device("cpu", {"LOCAL_RANK": "3"}) == torch.device("cpu")
-    assert default_group.local_device("cuda:5", {"LOCAL_RANK": "3"}) == torch.device("cuda", 5)
-    assert default_group.local_device("cuda", {}) == torch.device("cuda", 0)
+        assert default_group.choose_local_device(None, environment) == torch.device("cuda", local)
+    assert default_group.choose_local_device("cpu", {"LOCAL_RANK": "3"}) == torch.device("cpu")
+    assert default_group.choose_local_device("cuda:5", {"LOCAL_RANK": "3"}) == torch.device("cuda", 5)
+    assert default_group.choose_local_device("cuda", {}) == torch.device("cuda", 0)
 
 
 def test_the_only_visible_device_is_used_whatever_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_devices(monkeypatch, "cuda", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
     environment = {"LOCAL_RANK": "6", "CUDA_VISIBLE_DEVICES": "6"}
-    assert default_group.local_device(None, environment) == torch.device("cuda", 0)
+    assert default_group.choose_local_device(None, environment) == torch.device("cuda", 0)
 
 
 class Accelerators:
@@ -232,7 +232,7 @@ def test_devices_that_do_not_exist_are_rejected(
 ) -> None:
     simulate_devices(monkeypatch, "cuda", count)
     with pytest.raises(LaunchError, match=match_message(text)):
-        default_group.local_device(device, environment)
+        default_group.choose_local_device(device, environment)
 
 
 ENVIRONMENTS: list[tuple[dict[str, str], str]] = [

@@ -12,7 +12,7 @@ from messages import match_message
 from ranks import free_port, run_ranks
 
 from namedmesh import LaunchError, launch
-from namedmesh.launch.launchers import first_host, torchrun_variables
+from namedmesh.launch.launchers import find_first_host, make_torchrun_variables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,7 +133,7 @@ def test_processes_of_a_launcher_form_one_world(
     ],
 )
 def test_a_single_process_gets_no_variables(variables: dict[str, str]) -> None:
-    assert torchrun_variables(variables) == {}
+    assert make_torchrun_variables(variables) == {}
 
 
 def test_a_shell_of_an_allocation_does_not_wait_for_other_ranks(capfd: pytest.CaptureFixture[str]) -> None:
@@ -145,16 +145,16 @@ def test_a_shell_of_an_allocation_does_not_wait_for_other_ranks(capfd: pytest.Ca
 
 def test_the_variables_of_torchrun_take_precedence() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert torchrun_variables(slurm(1) | torchrun) == {}
-    assert torchrun_variables(slurm(0, 1) | torchrun) == {}
+    assert make_torchrun_variables(slurm(1) | torchrun) == {}
+    assert make_torchrun_variables(slurm(0, 1) | torchrun) == {}
 
 
 def test_missing_variables_are_added_to_those_that_are_set() -> None:
     """Some scripts export an address, or only rank and world size, before srun."""
     address = {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}
-    variables = torchrun_variables(slurm(1) | address | {"WORLD_SIZE": "2"})
+    variables = make_torchrun_variables(slurm(1) | address | {"WORLD_SIZE": "2"})
     assert variables == {"RANK": "1", "LOCAL_RANK": "0"}
-    variables = torchrun_variables(slurm(1) | {"RANK": "1", "WORLD_SIZE": "2"})
+    variables = make_torchrun_variables(slurm(1) | {"RANK": "1", "WORLD_SIZE": "2"})
     assert variables == {
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "localhost",
@@ -165,25 +165,27 @@ def test_missing_variables_are_added_to_those_that_are_set() -> None:
 def test_mpirun_takes_precedence_over_the_srun_that_started_its_daemons() -> None:
     """mpirun starts a daemon on each node with srun; its processes inherit srun's variables for the daemon."""
     daemon = slurm(1, 2) | {"SLURM_JOB_NODELIST": "node[007-009]", "SLURM_STEP_NODELIST": "node[008-009]"}
-    variables = torchrun_variables(daemon | mpich(5, 8) | {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"})
+    variables = make_torchrun_variables(
+        daemon | mpich(5, 8) | {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+    )
     assert (variables["RANK"], variables["WORLD_SIZE"]) == ("5", "8")
     assert (variables["LOCAL_RANK"], variables["MASTER_ADDR"]) == ("1", "node007")
 
 
 def test_variables_that_pmi_lacks_come_from_slurm() -> None:
     """srun --mpi=pmi2 sets the variables of both."""
-    variables = torchrun_variables(slurm(1) | {"PMI_RANK": "1", "PMI_SIZE": "2"})
+    variables = make_torchrun_variables(slurm(1) | {"PMI_RANK": "1", "PMI_SIZE": "2"})
     assert (variables["RANK"], variables["LOCAL_RANK"], variables["MASTER_ADDR"]) == ("1", "0", "localhost")
 
 
 def test_jobs_get_different_ports() -> None:
     def port(**other: str) -> int:
-        return int(torchrun_variables(slurm(0) | other)["MASTER_PORT"])
+        return int(make_torchrun_variables(slurm(0) | other)["MASTER_PORT"])
 
     ports = {port(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step)) for job in range(40) for step in range(4)}
     assert len(ports) > 150
     assert all(15000 <= port < 30000 for port in ports)  # below the ports that systems assign
-    assert port() == int(torchrun_variables(slurm(1))["MASTER_PORT"])
+    assert port() == int(make_torchrun_variables(slurm(1))["MASTER_PORT"])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_jobs_get_different_ports() -> None:
     ],
 )
 def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
-    assert first_host(hosts) == first
+    assert find_first_host(hosts) == first
 
 
 INVALID: list[tuple[dict[str, str], str]] = [
@@ -233,12 +235,12 @@ INVALID: list[tuple[dict[str, str], str]] = [
 @pytest.mark.parametrize(("variables", "text"), INVALID)
 def test_invalid_variables_are_rejected(variables: dict[str, str], text: str) -> None:
     with pytest.raises(LaunchError, match=match_message(text)):
-        torchrun_variables(variables)
+        make_torchrun_variables(variables)
 
 
 def test_the_remedies_of_the_errors_work() -> None:
-    assert torchrun_variables({}) == {}
+    assert make_torchrun_variables({}) == {}
     with_address = open_mpi(1, 4) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    assert torchrun_variables(with_address)["RANK"] == "1"
-    with_world_size = torchrun_variables({"PALS_RANKID": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head"})
+    assert make_torchrun_variables(with_address)["RANK"] == "1"
+    with_world_size = make_torchrun_variables({"PALS_RANKID": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head"})
     assert with_world_size["RANK"] == "3"

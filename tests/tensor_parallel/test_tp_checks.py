@@ -33,7 +33,7 @@ from tp_compare import assert_no_difference, compare_training, make_tp_mesh, par
 from tp_models import Attention, Llama, make_attention_plan, make_llama_plan
 
 import namedmesh.tensor_parallel as package
-from namedmesh.layout.sizes import shared_heads
+from namedmesh.layout.sizes import find_shared_heads
 from namedmesh.tensor_parallel import RowwiseParallel, collectives, cross_entropy
 
 WORLD = 2
@@ -294,7 +294,7 @@ HEAD_COUNTS = [
 @pytest.mark.parametrize(("queries", "heads", "size"), [*HEAD_COUNTS, (32, 4, 8), (64, 8, 16), (48, 6, 8)])
 def test_every_query_attends_to_its_own_kv_head(queries: int, heads: int, size: int) -> None:
     head_of_query = []
-    for local_heads in shared_heads(queries, heads, size):
+    for local_heads in find_shared_heads(queries, heads, size):
         repeats = queries // size // len(local_heads)
         for head in local_heads:
             head_of_query += [head] * repeats

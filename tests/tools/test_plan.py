@@ -22,7 +22,7 @@ from namedmesh._errors import UsageError
 from namedmesh.layout.axes import SHARDING_AXES
 from namedmesh.layout.orders import LEGACY_APIS
 from namedmesh.tools.plan import compare, draw_svg, make_plan
-from namedmesh.tools.plan.describe import LayoutPlan, rank_text
+from namedmesh.tools.plan.describe import LayoutPlan, format_rank
 from namedmesh.tools.plan.spec import parse_spec
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def test_nodes_and_one_rank_by_brute_force(plan: LayoutPlan, data: st.DataObject
     for axis, count in (plan.across_nodes or {}).items():
         layout = plan.layout if axis in plan.layout else plan.arrangement.get_layout("expert")
         assert count == sum(len({each // node for each in group}) > 1 for group in layout.groups(axis))
-    lines = dict(line.strip().partition(" ")[::2] for line in rank_text(plan, rank).splitlines())
+    lines = dict(line.strip().partition(" ")[::2] for line in format_rank(plan, rank).splitlines())
     here = plan.layout.coords(rank)
     for axis, at in here.items():
         peers = [each for each in plan.layout.ranks if {**plan.layout.coords(each), axis: at} == here]

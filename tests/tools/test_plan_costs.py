@@ -17,7 +17,7 @@ from messages import match_message
 
 from namedmesh import LayoutError
 from namedmesh._errors import UsageError
-from namedmesh.layout.sizes import stage_range
+from namedmesh.layout.sizes import split_layers
 from namedmesh.tools.plan.hardware import CARDS, Hardware, load_hardware
 from namedmesh.tools.plan.memory import (
     count_in_flight,
@@ -68,7 +68,7 @@ QWEN3_MOE = {
 def test_parameters_are_the_published_ones_and_those_on_the_ranks(model: Model, published: float) -> None:
     assert model.total / 1e9 == pytest.approx(published, abs=0.005)
     for share in list_stage_shares(model, 4, 1):
-        assert share.layers == len(stage_range(model.layers, share.rank, 4))
+        assert share.layers == len(split_layers(model.layers, share.rank, 4))
     dense, expert, routed = model.layer
     ep = 2 if model.experts else 1
     held = dense * (model.layers - model.expert_layers) + (expert + routed / ep) * model.expert_layers

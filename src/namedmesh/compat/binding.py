@@ -18,7 +18,7 @@ import torch.distributed as dist
 from namedmesh._errors import AgreementError, LayoutError, NamedMeshError
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.patching import UPSTREAM, Patch, is_installed
-from namedmesh.compat.state import Bound, State, check_open
+from namedmesh.compat.state import AccessorState, BindingContext, check_open
 from namedmesh.layout import Layout
 from namedmesh.layout.orders import LEGACY_APIS
 from namedmesh.mesh.init import init_mesh
@@ -45,7 +45,7 @@ class MeshRequest(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Binding(State):
+class Binding(AccessorState):
     """The variables of one module of a library, and the module's own functions.
 
     Attributes:
@@ -145,7 +145,7 @@ class Library(Patch):
             self.destroy()
             self.activate(self.ours)
 
-    def bind(self, mesh: NamedMesh, **options: Any) -> Bound:
+    def bind(self, mesh: NamedMesh, **options: Any) -> BindingContext:
         """Bind a mesh to our module, or after ``install()`` to upstream's.
 
         Without ``install()``, an upstream that can be imported is bound in addition.
@@ -160,8 +160,8 @@ class Library(Patch):
             warnings.simplefilter("ignore")
             if self.active is self.ours and is_installed(self.upstream):
                 bindings.append(self._find_binding(import_module(self.upstream)))
-        before: dict[State, NamedMesh | None] = {}
-        bound = Bound(mesh, before)
+        before: dict[AccessorState, NamedMesh | None] = {}
+        bound = BindingContext(mesh, before)
         for binding in [*bindings, self.active]:
             before[binding] = binding.bind(mesh, self.make_filler(binding, mesh, options), options)
             problem = self._find_difference(binding, mesh)

@@ -20,7 +20,7 @@ from namedmesh.compat import state
 from namedmesh.compat.binding import Binding, Library, MeshRequest, make_layout
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import REGIONS, describe_region
-from namedmesh.compat.state import Bound
+from namedmesh.compat.state import BindingContext
 from namedmesh.layout import Layout
 from namedmesh.layout.orders import LEGACY_APIS, GroupSpec, shrink_tp
 from namedmesh.mesh.mesh import NamedMesh
@@ -145,7 +145,7 @@ class ModelParallelLibrary(Library):
             )
         self._assign_groups(self.ours, layout, arguments)
 
-    def bind(self, mesh: NamedMesh) -> Bound:  # type: ignore[override]  # without options
+    def bind(self, mesh: NamedMesh) -> BindingContext:  # type: ignore[override]  # without options
         """Let accessors and layers use the groups of an existing mesh.
 
         Collective: every rank must call it when a mesh is bound for the first time. Later calls

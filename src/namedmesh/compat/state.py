@@ -25,7 +25,7 @@ from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.mesh.sharing import share_groups
 
 
-class State:
+class AccessorState:
     """The variables of one legacy module, with separate values for each mesh.
 
     Make one for each module: a second one would mistake the values that the first one has set for
@@ -159,7 +159,7 @@ def _copy_containers(values: Mapping[str, Any]) -> dict[str, Any]:
     return copies
 
 
-class Bound:
+class BindingContext:
     """The binding of a mesh to a legacy API.
 
     It lasts until the next one, or for a ``with`` block, which also selects the mesh.
@@ -169,7 +169,7 @@ class Bound:
         before: the variables to which it is bound, and the mesh that was bound to them before.
     """
 
-    def __init__(self, mesh: NamedMesh, before: Mapping[State, NamedMesh | None]) -> None:
+    def __init__(self, mesh: NamedMesh, before: Mapping[AccessorState, NamedMesh | None]) -> None:
         self.mesh = mesh
         self._before = before
 

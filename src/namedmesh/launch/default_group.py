@@ -15,7 +15,12 @@ from namedmesh._errors import LaunchError, OptionError, format_count
 from namedmesh._torch.groups import get_bound_device, guesses_device
 from namedmesh.launch.agreement import agree_on, call_in_thread
 from namedmesh.launch.coordinator import StoreCoordinator, set_default_coordinator
-from namedmesh.launch.launchers import check_torchrun_variables, read_int, torchrun_variables, was_launched
+from namedmesh.launch.launchers import (
+    check_torchrun_variables,
+    make_torchrun_variables,
+    read_int,
+    was_launched,
+)
 
 # Time for torch's own error, which comes at the timeout.
 _CONNECTION_GRACE_PERIOD = timedelta(seconds=2)
@@ -74,7 +79,7 @@ def init(
     problems = check_timeout(timeout)
     if problems:
         raise OptionError(*problems)
-    os.environ.update(torchrun_variables(os.environ))
+    os.environ.update(make_torchrun_variables(os.environ))
     patience = timeout or default_pg_timeout
     rank = 0
     world_size = 1
@@ -86,7 +91,7 @@ def init(
         store = open_store(os.environ, rank, patience)
     coordinator = StoreCoordinator(store, rank, world_size)
     with agree_on("launch.init", patience, coordinator) as compare:
-        chosen_device = local_device(device)
+        chosen_device = choose_local_device(device)
         chosen_backend = backend or dist.get_default_backend_for_device(chosen_device)
         compare(
             {
@@ -166,7 +171,7 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
     return store
 
 
-def local_device(
+def choose_local_device(
     device: str | torch.device | None = None, environment: Mapping[str, str] = os.environ
 ) -> torch.device:
     """Return the device that this process should use.
@@ -222,13 +227,13 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
     # torch's annotation of the index is an int, but a device such as "cuda" has none.
     index: int | None = requested.index
     if requested.type == "cpu" or index is not None:
-        return local_device(requested)
+        return choose_local_device(requested)
     if bound is not None and bound.type == requested.type:
         return bound
     module = torch.get_device_module(requested.type)
     if module.is_available() and module.is_initialized():
         return torch.device(requested.type, module.current_device())
-    selected = local_device(requested)
+    selected = choose_local_device(requested)
     module.set_device(selected)
     return selected
 

@@ -187,7 +187,7 @@ def check_torchrun_variables(environment: Mapping[str, str]) -> None:
         raise LaunchError(*problems)
 
 
-def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def make_torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Convert the variables of another launcher to the ones that torchrun would have set.
 
     Variables of torchrun that are set take precedence and are not returned.
@@ -206,10 +206,10 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
     Example:
         >>> mpich = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
-        >>> variables = torchrun_variables(mpich)
+        >>> variables = make_torchrun_variables(mpich)
         >>> ", ".join(f"{name} {value}" for name, value in variables.items())
         'RANK 1, WORLD_SIZE 2, LOCAL_WORLD_SIZE 2, MASTER_ADDR 127.0.0.1, MASTER_PORT 29500'
-        >>> torchrun_variables({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4"})   # a shell of salloc
+        >>> make_torchrun_variables({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4"})   # a shell of salloc
         {}
     """
     launchers = [launcher for launcher in _LAUNCHERS if launcher.has_started(environment)]
@@ -325,10 +325,10 @@ def _find_address(
             f"{launcher.name} started {world_size} processes, but the host of rank 0 is not known; "
             "set MASTER_ADDR to that host (127.0.0.1 if all processes are on one host)"
         )
-    return first_host(hosts)
+    return find_first_host(hosts)
 
 
-def first_host(hosts: str) -> str:
+def find_first_host(hosts: str) -> str:
     """Return the first host of a list in SLURM's compressed format.
 
     Args:
@@ -338,7 +338,7 @@ def first_host(hosts: str) -> str:
         LaunchError: the text is not such a list.
 
     Example:
-        >>> first_host("node[003-005,7],gpu1"), first_host("r[1-2]n[04,06]")
+        >>> find_first_host("node[003-005,7],gpu1"), find_first_host("r[1-2]n[04,06]")
         ('node003', 'r1n04')
     """
     # A host is made of plain characters and of ranges in brackets. A comma in brackets does not end

@@ -181,7 +181,7 @@ def _fit_into_world(
     return tuple(sizes), [problem]
 
 
-def stage_range(layers: int, stage: int, stages: int) -> range:
+def split_layers(layers: int, stage: int, stages: int) -> range:
     """Return the indices of the layers of one pipeline stage.
 
     Stages differ by one layer at most. The longer stages come last.
@@ -192,13 +192,13 @@ def stage_range(layers: int, stage: int, stages: int) -> range:
         stages: the number of stages.
 
     Example:
-        >>> [list(stage_range(5, stage, 2)) for stage in (0, 1)]
+        >>> [list(split_layers(5, stage, 2)) for stage in (0, 1)]
         [[0, 1], [2, 3, 4]]
     """
     return range(layers * stage // stages, layers * (stage + 1) // stages)
 
 
-def shared_heads(queries: int, heads: int, size: int) -> list[list[int]]:
+def find_shared_heads(queries: int, heads: int, size: int) -> list[list[int]]:
     """Return the kv heads of each rank if the number of ranks does not divide them.
 
     Each rank has the same number of query heads, and computes the kv heads to which they attend. A
@@ -219,7 +219,7 @@ def shared_heads(queries: int, heads: int, size: int) -> list[list[int]]:
         12 query heads share 6 kv heads over 4 ranks. The second rank has three query heads: the
         last one of kv head 1, and both of kv head 2.
 
-        >>> shared_heads(12, 6, 4)
+        >>> find_shared_heads(12, 6, 4)
         [[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]]
     """
     if queries % size or queries % heads:

@@ -15,7 +15,7 @@ AxisMesh: TypeAlias = NamedMesh | DeviceMesh
 """A NamedMesh, whose usual axis is used, or a torch mesh of one axis."""
 
 
-def one_axis(mesh: object, axis: str, call: str) -> DeviceMesh:
+def get_axis_mesh(mesh: object, axis: str, call: str) -> DeviceMesh:
     """Check the mesh argument of a function that communicates along one axis.
 
     Args:
@@ -45,7 +45,7 @@ def one_axis(mesh: object, axis: str, call: str) -> DeviceMesh:
     return mesh
 
 
-def named_mesh(mesh: object, call: str) -> NamedMesh:
+def require_named_mesh(mesh: object, call: str) -> NamedMesh:
     """Check the mesh argument of a function that needs all axes by name, and return it.
 
     Args:
@@ -66,7 +66,7 @@ def named_mesh(mesh: object, call: str) -> NamedMesh:
     )
 
 
-def checkpoint_place(path: object, mesh: object, call: str) -> tuple[Path, NamedMesh | None]:
+def parse_checkpoint_arguments(path: object, mesh: object, call: str) -> tuple[Path, NamedMesh | None]:
     """Check the path and the mesh of a function that saves or loads checkpoints.
 
     Args:
@@ -86,4 +86,4 @@ def checkpoint_place(path: object, mesh: object, call: str) -> tuple[Path, Named
         raise CheckpointError(
             f"path of {call} must be a directory, got a {type(path).__name__}; give path and mesh first"
         )
-    return Path(path), None if mesh is None else named_mesh(mesh, call)
+    return Path(path), None if mesh is None else require_named_mesh(mesh, call)

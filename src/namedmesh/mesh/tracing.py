@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.module_tracker import ModuleTracker
 
 from namedmesh._torch.dispatch import CollectiveMode
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 # Parts of the names of torch's operators, without underscores: longer ones first.
@@ -108,7 +108,7 @@ def trace(mesh: NamedMesh) -> Iterator[TraceReport]:
         one rank   other     all-reduce          1             12  no module 12
         >>> mesh.close(); dist.destroy_process_group()
     """
-    mesh = named_mesh(mesh, "trace")
+    mesh = require_named_mesh(mesh, "trace")
     axes_of_ranks = {frozenset([mesh.global_rank]): "one rank"}
     for view in (mesh.layout, *mesh.views.values()):
         axes = [axis for axis in view if view.size(axis) > 1]

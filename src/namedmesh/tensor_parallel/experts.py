@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh._errors import LayoutError, ShapeError, format_items
 from namedmesh._torch.meshes import concatenate_meshes
 from namedmesh.layout.axes import SAME_TOKEN_AXES
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.base_styles import Style
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region
@@ -138,7 +138,7 @@ class ExpertParallel(Style):
     ranks_have_own_data = True
 
     def __init__(self, mesh: NamedMesh) -> None:
-        mesh = named_mesh(mesh, "ExpertParallel")
+        mesh = require_named_mesh(mesh, "ExpertParallel")
         _check_expert_axes(mesh)
         super().__init__()
         averaged = [axis for axis in mesh.layout if axis not in SAME_TOKEN_AXES]

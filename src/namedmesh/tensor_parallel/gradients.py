@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from namedmesh._checks.models import ModelCheck, compare_before_step
 from namedmesh._sharding import to_local
 from namedmesh._torch.tensors import make_gradient, wait_if_async
-from namedmesh.mesh.arguments import AxisMesh, one_axis
+from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
 from namedmesh.tensor_parallel.experts import ExpertForward
 from namedmesh.tensor_parallel.layers import ShardedLayer
@@ -140,7 +140,7 @@ def register_gradient_check(model: nn.Module, mesh: AxisMesh) -> None:
             shapes. Before the optimizer's step, or in ``clip_grad_norm_``: gradients or inputs
             differ, by name.
     """
-    mesh = one_axis(mesh, "tp", "register_gradient_check")
+    mesh = get_axis_mesh(mesh, "tp", "register_gradient_check")
     install_optimizer_step_hook()
     if mesh.size() == 1 or dist.get_backend(mesh.get_group()) == "fake":
         return

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from namedmesh.layout.sizes import shared_heads
+from namedmesh.layout.sizes import find_shared_heads
 from namedmesh.tensor_parallel.layers import RowEmbedding
 from namedmesh.tensor_parallel.modules import LocalParameters
 from namedmesh.tensor_parallel.styles import RowwiseParallel
@@ -62,7 +62,7 @@ class KeyValueGroups(LocalParameters):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         tp_size = device_mesh.size()
         if self.kv_heads % tp_size:
-            heads_by_rank = shared_heads(self.query_heads, self.kv_heads, tp_size)
+            heads_by_rank = find_shared_heads(self.query_heads, self.kv_heads, tp_size)
             # A kv head that several ranks compute counts on each of them.
             computed_heads = sum(map(len, heads_by_rank))
             setattr(module, GROUPS_ATTRIBUTE, self.query_heads // computed_heads)

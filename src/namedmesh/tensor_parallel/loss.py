@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from namedmesh._errors import ShapeError
-from namedmesh.mesh.arguments import AxisMesh, one_axis
+from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.collectives import (
     Group,
     all_reduce,
@@ -61,7 +61,7 @@ def cross_entropy(
             ids, or an option is out of range.
         IndexError: on a CPU: a target is outside of the vocabulary.
     """
-    mesh = one_axis(mesh, "tp", "cross_entropy")
+    mesh = get_axis_mesh(mesh, "tp", "cross_entropy")
     group = Group.of(mesh)
     problems = target_problems(logits.shape, target) + logits_problems(logits)
     if reduction not in {"mean", "sum", "none"}:
@@ -103,7 +103,7 @@ def token_log_probs(logits: Tensor, target: Tensor, mesh: AxisMesh, *, ignore_in
             ids.
         IndexError: on a CPU: a target is outside of the vocabulary.
     """
-    mesh = one_axis(mesh, "tp", "token_log_probs")
+    mesh = get_axis_mesh(mesh, "tp", "token_log_probs")
     return -cross_entropy(logits, target, mesh, ignore_index=ignore_index, reduction="none")
 
 
@@ -126,7 +126,7 @@ def logsumexp(logits: Tensor, mesh: AxisMesh) -> Tensor:
     Raises:
         ShapeError: the logits are a DTensor or no floating-point numbers.
     """
-    mesh = one_axis(mesh, "tp", "logsumexp")
+    mesh = get_axis_mesh(mesh, "tp", "logsumexp")
     _check_logits(logits)
     group = Group.of(mesh)
     shifted, highest = _subtract_row_max(logits, group)
@@ -154,7 +154,7 @@ def entropy(logits: Tensor, mesh: AxisMesh) -> Tensor:
     Raises:
         ShapeError: the logits are a DTensor or no floating-point numbers.
     """
-    mesh = one_axis(mesh, "tp", "entropy")
+    mesh = get_axis_mesh(mesh, "tp", "entropy")
     _check_logits(logits)
     group = Group.of(mesh)
     shifted, _ = _subtract_row_max(logits, group)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from namedmesh._torch.list_operators import accept_mixed_lists
-from namedmesh.mesh.arguments import AxisMesh, one_axis
+from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.gradients import (
     install_optimizer_step_hook,
     register_gradient_check,
@@ -74,7 +74,7 @@ def parallelize(
         GradientError: later, before an optimizer's step, on every rank: gradients of replicated
             parameters differ.
     """
-    mesh = one_axis(mesh, "tp", "parallelize")
+    mesh = get_axis_mesh(mesh, "tp", "parallelize")
     entries, ties = resolve_plan(model, mesh.size(), plan, must_divide, strict=strict)
     for entry in entries:
         # Some of torch's styles forget that a parameter is frozen.
@@ -149,7 +149,7 @@ def plan_report(
     """
     tp_size = mesh_or_tp_size
     if not isinstance(tp_size, int):
-        tp_size = one_axis(tp_size, "tp", "plan_report").size()
+        tp_size = get_axis_mesh(tp_size, "tp", "plan_report").size()
     entries, _ = resolve_plan(model, tp_size, plan, must_divide, strict=strict)
     rows = [("module", "style", "parameter", "placement", "global", "local")]
     local_numels: dict[nn.Parameter, int] = {}

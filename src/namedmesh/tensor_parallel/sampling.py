@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor
 
 from namedmesh._errors import ShapeError
-from namedmesh.mesh.arguments import AxisMesh, one_axis
+from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.collectives import Group, all_gather
 from namedmesh.tensor_parallel.loss import logits_problems
 
@@ -49,7 +49,7 @@ def argmax(logits: Tensor, mesh: AxisMesh) -> Tensor:
         tensor([1])
         >>> mesh.close(); torch.distributed.destroy_process_group()
     """
-    group = Group.of(one_axis(mesh, "tp", "argmax"))
+    group = Group.of(get_axis_mesh(mesh, "tp", "argmax"))
     if problems := logits_problems(logits):
         raise ShapeError(*problems)
     offset, _ = _share(logits, group, torch.empty(0, dtype=torch.int64, device=logits.device))
@@ -98,7 +98,7 @@ def sample(
         tensor([1])
         >>> mesh.close(); torch.distributed.destroy_process_group()
     """
-    mesh = one_axis(mesh, "tp", "sample")
+    mesh = get_axis_mesh(mesh, "tp", "sample")
     problems = logits_problems(logits)
     if not 0 <= temperature < math.inf:
         problems.append(f"temperature is {temperature}; it can be 0 or a positive number")

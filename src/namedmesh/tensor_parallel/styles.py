@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from namedmesh._torch.modules import has_hooks
 from namedmesh._torch.tensors import RecomputedTensors, wrap_replicated
-from namedmesh.layout.sizes import shared_heads
+from namedmesh.layout.sizes import find_shared_heads
 from namedmesh.tensor_parallel.base_styles import (
     Style,
     check_before_split,
@@ -391,7 +391,7 @@ class KeyValueParallel(ColwiseParallel):
             return [f"{self.kv_heads} kv heads do not divide out_features {features}"]
         if self.kv_heads % tp_size == 0:
             return []
-        if not shared_heads(self.query_heads, self.kv_heads, tp_size):
+        if not find_shared_heads(self.query_heads, self.kv_heads, tp_size):
             counts = f"{self.query_heads} query heads and {self.kv_heads} kv heads"
             remedy = f"choose a tp size that divides {self.query_heads}"
             return [f"{counts} cannot be shared by {tp_size} ranks; {remedy}"]
@@ -405,7 +405,7 @@ class KeyValueParallel(ColwiseParallel):
         tp_size = device_mesh.size()
         if self.kv_heads % tp_size == 0:
             return applied  # type: ignore[no-any-return]  # with an attribute that no module has
-        heads = shared_heads(self.query_heads, self.kv_heads, tp_size)[device_mesh.get_local_rank()]
+        heads = find_shared_heads(self.query_heads, self.kv_heads, tp_size)[device_mesh.get_local_rank()]
         width = len(applied.get_parameter("weight")) // self.kv_heads
         applied.rows = [(head * width, width) for head in heads]
         return applied  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from namedmesh._errors import NamedMeshError, PlanError, format_count, format_it
 from namedmesh._sharding import to_full
 from namedmesh._torch.groups import all_gather_object
 from namedmesh._torch.tensors import tree_leaves, tree_map
-from namedmesh.mesh.arguments import AxisMesh, one_axis
+from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.plan import parallelize
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
 from namedmesh.tensor_parallel.plan_entries import Plan, PlanEntry
@@ -120,7 +120,7 @@ def verify(
         PlanError: the plan does not fit the model; the forward or backward of the sharded copy
             raises; or the model is on the meta device, is sharded already, or returns no tensors.
     """
-    mesh = one_axis(mesh, "tp", "verify")
+    mesh = get_axis_mesh(mesh, "tp", "verify")
     # Before the copies are made: a plan that does not fit needs no memory.
     entries, _ = resolve_plan(model, mesh.size(), plan)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

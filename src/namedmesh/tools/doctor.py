@@ -192,10 +192,10 @@ def _format_report(spec: str, sizes: Mapping[str, Any]) -> str:
     """Describe the software, the launcher, the layout and the settings of this process."""
     import torch
 
-    from namedmesh.launch.launchers import find_launcher, torchrun_variables
+    from namedmesh.launch.launchers import find_launcher, make_torchrun_variables
     from namedmesh.launch.tested_releases import TESTED_RELEASES
 
-    environment = os.environ | torchrun_variables(os.environ)
+    environment = os.environ | make_torchrun_variables(os.environ)
     if environment.get("RANK", "0") != "0":
         return ""
     number = environment.get("WORLD_SIZE", "" if spec or sizes else "1")

@@ -31,7 +31,7 @@ from namedmesh.training.checkpoint_state import State
 from namedmesh.training.checkpoint_storage import Progress
 
 
-class Loaded(dict[str, Any]):
+class LoadResult(dict[str, Any]):
     """The extra values of a checkpoint, and the names that were not loaded.
 
     Attributes:
@@ -72,7 +72,7 @@ class Matching:
         strict: bool = True,
         select: Callable[[str], bool] | None = None,
     ) -> None:
-        self.loaded = Loaded(checkpoint.extra)
+        self.loaded = LoadResult(checkpoint.extra)
         # For each entry here, the entry of the checkpoint, and the tensor that it is read into.
         self._sources: dict[str, str] = {}
         self._targets: dict[str, Any] = {}

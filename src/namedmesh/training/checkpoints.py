@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from namedmesh._errors import CheckpointError
-from namedmesh.mesh.arguments import checkpoint_place
+from namedmesh.mesh.arguments import parse_checkpoint_arguments
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.checkpoint_folders import (
     Lock,
@@ -22,7 +22,7 @@ from namedmesh.training.checkpoint_folders import (
     remove_leftovers,
 )
 from namedmesh.training.checkpoint_formats import read_checkpoint
-from namedmesh.training.checkpoint_loading import Loaded, Matching
+from namedmesh.training.checkpoint_loading import LoadResult, Matching
 from namedmesh.training.checkpoint_names import Names
 from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
 from namedmesh.training.checkpoint_saving import Save
@@ -83,7 +83,7 @@ def save(
         AgreementError: some ranks did not call it within the timeout of the mesh, or with another
             path.
     """
-    path, mesh = checkpoint_place(path, mesh, "save")
+    path, mesh = parse_checkpoint_arguments(path, mesh, "save")
     CheckpointRanks.from_mesh(mesh, "save").begin("save", path)
     return Save(path, mesh, (model, optimizer, data), extra).start(async_=async_)
 
@@ -98,7 +98,7 @@ def load(
     cast: bool = False,
     strict: bool = True,
     select: Callable[[str], bool] | None = None,
-) -> Loaded:
+) -> LoadResult:
     """Fill a model and its optimizers from a checkpoint of any layout.
 
     Collective: every rank of the mesh must call it.
@@ -155,7 +155,7 @@ def load(
             loaded = training.load("pretrained", mesh, model, select=backbone)
             print(loaded.missing_keys)  # ["head.weight", "head.bias"]
     """
-    path, mesh = checkpoint_place(path, mesh, "load")
+    path, mesh = parse_checkpoint_arguments(path, mesh, "load")
     CheckpointRanks.from_mesh(mesh, "load").begin("load", path)
     objects = (model, optimizer, data)
     return load_objects(path, mesh, objects, cast=cast, strict=strict, select=select)[0]
@@ -163,7 +163,7 @@ def load(
 
 def load_objects(
     path: Path, mesh: NamedMesh | None, objects: tuple[Any, ...], **options: Any
-) -> tuple[Loaded, str | None]:
+) -> tuple[LoadResult, str | None]:
     """Load a checkpoint, and return its extra values and its run.
 
     Collective: every rank of the mesh must call it, after :meth:`CheckpointRanks.begin`.
@@ -222,7 +222,7 @@ class CheckpointManager:
         keep: int | None = 3,
         async_: bool = False,
     ) -> None:
-        directory, mesh = checkpoint_place(directory, mesh, "CheckpointManager")
+        directory, mesh = parse_checkpoint_arguments(directory, mesh, "CheckpointManager")
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
         self.directory = Path(directory)
@@ -301,7 +301,7 @@ class CheckpointManager:
         """
         self._ranks.begin("resume_or_start", self.directory)
         # All ranks try the same checkpoints, and load() raises the same error on every rank.
-        loaded: Loaded | None = None
+        loaded: LoadResult | None = None
         run: str | None = None
         candidates = self._run_on_rank0(partial(self._find_candidates, resume))
         for path in candidates:

@@ -22,7 +22,7 @@ from namedmesh._torch.modules import (
     iter_unsharded_parameters,
 )
 from namedmesh._torch.tensors import compute_norms, run_functional_collective, scale_
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.tensor_parallel import reduce_gradients
 from namedmesh.training.tying import get_tie, is_counted_on_other_stage
@@ -94,7 +94,7 @@ def clip_grad_norm_(
             replicated or tied parameters differ between ranks. As in torch, parameters have no names here,
             so the message has their positions in ``parameters`` and their shapes.
     """
-    mesh = named_mesh(mesh, "clip_grad_norm_")
+    mesh = require_named_mesh(mesh, "clip_grad_norm_")
     if not norm_type > 0:
         raise TrainingError(f"norm_type must be greater than 0, or math.inf, got {norm_type}")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)

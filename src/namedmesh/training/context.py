@@ -13,7 +13,7 @@ from torch import Tensor
 from namedmesh._errors import ShapeError
 from namedmesh._torch.tensors import RecomputedTensors
 from namedmesh._torch.training import attend_lower_right
-from namedmesh.mesh.arguments import AxisMesh, one_axis
+from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.collectives import Group, all_gather_to_tp_region, all_to_all_single
 from namedmesh.tensor_parallel.layers import to_autocast_dtype
 
@@ -50,7 +50,7 @@ def shard_sequence(*tensors: Tensor, mesh: AxisMesh, dim: int = 1) -> tuple[Tens
             tokens, targets, positions = shard_sequence(tokens, targets, mesh=mesh)
             positions  # [0, 1, 6, 7] if the sequence has 8 tokens
     """
-    mesh = one_axis(mesh, "cp", "shard_sequence")
+    mesh = get_axis_mesh(mesh, "cp", "shard_sequence")
     num_chunks = 2 * mesh.size()
     lengths = sorted({tensor.shape[dim] for tensor in tensors})
     if len(lengths) != 1 or lengths[0] % num_chunks:
@@ -125,7 +125,7 @@ def context_attention(
         MeshError: ``mesh`` is a DeviceMesh of several axes, or something else.
         ShapeError: the shapes or options do not fit together. All problems are reported at once.
     """
-    mesh = one_axis(mesh, "cp", "context_attention")
+    mesh = get_axis_mesh(mesh, "cp", "context_attention")
     ranks = mesh.size()
     heads = query.shape[1]
     kv_heads = key.shape[1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from namedmesh._checks.digests import digest
 from namedmesh._errors import AgreementError, AxisError, format_ranks
 from namedmesh.layout.axes import DATA_AXES, SAME_SAMPLE_AXES
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 
@@ -51,7 +51,7 @@ def sampler_kwargs(mesh: NamedMesh) -> dict[str, Any]:
         MeshError: ``mesh`` is not a NamedMesh.
         AxisError: the mesh has an axis of unknown meaning.
     """
-    mesh = named_mesh(mesh, "sampler_kwargs")
+    mesh = require_named_mesh(mesh, "sampler_kwargs")
     axes = find_data_axes(mesh)
     if not axes:
         return {"num_replicas": 1, "rank": 0}
@@ -78,7 +78,7 @@ def check_same_batch(batch: object, mesh: NamedMesh) -> None:
         AxisError: the mesh has an axis of unknown meaning.
         AgreementError: on every rank, with the ranks that have different batches, or equal ones.
     """
-    mesh = named_mesh(mesh, "check_same_batch")
+    mesh = require_named_mesh(mesh, "check_same_batch")
     axes = find_data_axes(mesh)
     # Each rank fills its own entry, so the sum over all axes gathers the digests. Loss masks and
     # other data may be on the CPU, but the all-reduce needs a tensor on the mesh's device.

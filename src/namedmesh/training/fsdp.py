@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from namedmesh._errors import AxisError
 from namedmesh._torch.meshes import concatenate_meshes
 from namedmesh.layout.axes import FSDP_AXES
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.data import find_data_axes
 
@@ -30,7 +30,7 @@ def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
         MeshError: ``mesh`` is not a NamedMesh.
         AxisError: the mesh has no axis to shard parameters over, or an axis of unknown meaning.
     """
-    mesh = named_mesh(mesh, "fsdp_mesh")
+    mesh = require_named_mesh(mesh, "fsdp_mesh")
     find_data_axes(mesh)  # an axis of unknown meaning is an error
     shard_axes = [axis for axis in mesh.layout if axis in FSDP_AXES]
     if not shard_axes:

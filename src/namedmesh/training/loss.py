@@ -10,7 +10,7 @@ from torch import Tensor
 from namedmesh._errors import ShapeError, TrainingError
 from namedmesh._sharding import to_full
 from namedmesh.layout.axes import TOKEN_AXES
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.data import all_reduce_over_axes, find_data_axes
 
@@ -58,7 +58,7 @@ def count_tokens(mask_or_count: Tensor | int, mesh: NamedMesh) -> Tensor:
             themselves.
         TrainingError: ``mask_or_count`` is a negative int.
     """
-    mesh = named_mesh(mesh, "count_tokens")
+    mesh = require_named_mesh(mesh, "count_tokens")
     # The sign of a tensor is not checked: the host would have to wait for the device.
     if isinstance(mask_or_count, int) and mask_or_count < 0:
         raise TrainingError(
@@ -99,7 +99,7 @@ def normalize_loss(loss_sum: Tensor, num_tokens: Tensor, mesh: NamedMesh) -> Ten
         ShapeError: ``loss_sum`` or ``num_tokens`` is not a tensor, or ``loss_sum`` has dims or is
             in half precision.
     """
-    mesh = named_mesh(mesh, "normalize_loss")
+    mesh = require_named_mesh(mesh, "normalize_loss")
     problems = _check_is_tensor(
         "loss_sum", loss_sum, "pass the summed loss itself, without float() or item()"
     )
@@ -155,7 +155,7 @@ def mean_loss(losses: Tensor | Iterable[Tensor], mesh: NamedMesh) -> Tensor:
         AxisError: the mesh has an axis of unknown meaning.
         TrainingError: ``losses`` holds something other than tensors.
     """
-    mesh = named_mesh(mesh, "mean_loss")
+    mesh = require_named_mesh(mesh, "mean_loss")
     values: list[Tensor] = [losses] if isinstance(losses, Tensor) else []
     is_valid = isinstance(losses, Tensor | Iterable)
     if isinstance(losses, Iterable) and not isinstance(losses, Tensor):

@@ -18,7 +18,7 @@ from namedmesh._errors import ShapeError, TrainingError
 from namedmesh._torch.modules import reshards_after_forward
 from namedmesh._torch.pipelines import MicrobatchStage, set_schedule_loss
 from namedmesh._torch.tensors import tree_leaves, tree_map
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.groups import get_backends
 from namedmesh.mesh.internal import get_groups
 from namedmesh.mesh.mesh import NamedMesh
@@ -70,7 +70,7 @@ class Pipeline:
         reduction: Literal["mean", "sum"] = "mean",
         replicate_kwargs: Sequence[str] = (),
     ) -> None:
-        mesh = named_mesh(mesh, "Pipeline")
+        mesh = require_named_mesh(mesh, "Pipeline")
         if reduction not in {"mean", "sum"}:
             raise TrainingError(f'reduction must be "mean" or "sum", got {reduction!r}')
         self._modules = [model] if isinstance(model, nn.Module) else list(model)

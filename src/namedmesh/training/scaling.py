@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from namedmesh._errors import TrainingError
 from namedmesh._torch.training import get_found_infs
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 
@@ -48,7 +48,7 @@ def sync_found_inf(scaler: GradScaler, optimizer: Optimizer, mesh: NamedMesh) ->
             scaler.step(optimizer)
             scaler.update()
     """
-    mesh = named_mesh(mesh, "sync_found_inf")
+    mesh = require_named_mesh(mesh, "sync_found_inf")
     if not scaler.is_enabled():
         return
     flags_by_device = get_found_infs(scaler, optimizer)

@@ -22,7 +22,7 @@ from namedmesh._sharding import find_plain_shard, has_partition_dim, to_local
 from namedmesh._torch.execution import is_capturing
 from namedmesh._torch.training import make_rng_tracker
 from namedmesh.layout.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh, current_mesh
 
 # The part of a stream's seed that differs between ranks: by stream, its name and this rank's
@@ -66,7 +66,7 @@ def seed_all(seed: int, mesh: NamedMesh) -> None:
     Raises:
         MeshError: ``mesh`` is not a NamedMesh.
     """
-    mesh = named_mesh(mesh, "seed_all")
+    mesh = require_named_mesh(mesh, "seed_all")
     local_seed = _derive_default_seed(seed, "default", mesh, find_axes_with_equal_state("cpu"))
     # "tensor" and "expert" differ along these axes, in addition to the axes of the default values.
     tensor_axes = [axis for axis in ("tp",) if axis in mesh.coords]
@@ -214,7 +214,7 @@ def _restore_python_state(state: Any) -> None:
     random.setstate((version, tuple(torch.as_tensor(numbers, device="cpu").tolist()), *rest))
 
 
-def normal(name: str, parameter: Tensor) -> tuple[float, float]:
+def default_distribution(name: str, parameter: Tensor) -> tuple[float, float]:
     """Return the default mean and standard deviation of a parameter's initial values.
 
     Args:
@@ -238,7 +238,10 @@ def strip_wrapper_names(name: str) -> str:
 
 @torch.no_grad()
 def init_parameters(
-    model: nn.Module, seed: int, *, distribution: Callable[[str, Tensor], tuple[float, float]] = normal
+    model: nn.Module,
+    seed: int,
+    *,
+    distribution: Callable[[str, Tensor], tuple[float, float]] = default_distribution,
 ) -> None:
     """Fill a model's parameters with random values that do not depend on the layout.
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from namedmesh._errors import LayoutError, OptionError
-from namedmesh.layout.sizes import stage_range
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.layout.sizes import split_layers
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 Layers: TypeAlias = Sequence[nn.Module] | nn.ModuleList | nn.ModuleDict
@@ -61,7 +61,7 @@ def stage_layers(
         raise LayoutError(
             f"cannot split {num_layers} layers into {stages} stages; each stage needs at least one layer"
         )
-    indices = stage_range(num_layers, stage, stages)
+    indices = split_layers(num_layers, stage, stages)
     if isinstance(layers, int):
         return indices
     named_layers = layers.items() if isinstance(layers, nn.ModuleDict) else enumerate(layers)
@@ -87,7 +87,7 @@ def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> t
         OptionError: torch does not know the schedule.
         LayoutError: the schedule runs another number of stages per rank.
     """
-    mesh = named_mesh(mesh, "stage_indices")
+    mesh = require_named_mesh(mesh, "stage_indices")
     schedule_class = find_schedule_class(schedule)
     size = mesh.size("pp")
     rank = mesh.rank("pp")

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 
@@ -39,7 +39,7 @@ class Throughput:
     """
 
     def __init__(self, mesh: NamedMesh, *, flops_per_token: float = 0, peak_flops: float = 0) -> None:
-        self.mesh = named_mesh(mesh, "Throughput")
+        self.mesh = require_named_mesh(mesh, "Throughput")
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
         self.tokens = 0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from namedmesh._errors import ShapeError
 from namedmesh._sharding import is_copy_of_stage, set_copy_of_stage, to_local
 from namedmesh._torch.groups import all_gather_object
-from namedmesh.mesh.arguments import named_mesh
+from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 # Every rank of a pipeline ties in the same order, so the numbers are equal on all ranks.
@@ -84,7 +84,7 @@ def tie_stages(first: Tensor | None, last: Tensor | None, mesh: NamedMesh) -> Ca
         ShapeError: on every rank, if not exactly one rank gives each end, or if the ends differ in
             shape, dtype or ``requires_grad``.
     """
-    mesh = named_mesh(mesh, "tie_stages")
+    mesh = require_named_mesh(mesh, "tie_stages")
     ends = (("first", first), ("last", last))
     here = {end: param for end, param in ends if param is not None}
     descriptions: dict[str, Any] = {}

@@ -16,7 +16,14 @@ from namedmesh._errors import AgreementError, NamedMeshError
 from namedmesh.compat.deepspeed import topology as our_topology
 from namedmesh.compat.deepspeed.units import mpu
 from namedmesh.compat.patching import UPSTREAM, Patch
-from namedmesh.compat.state import Bound, State, check_open, list_rank_sets, make_groups, read_variables
+from namedmesh.compat.state import (
+    AccessorState,
+    BindingContext,
+    check_open,
+    list_rank_sets,
+    make_groups,
+    read_variables,
+)
 from namedmesh.mesh.init import init_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.mesh.sharing import share_groups
@@ -53,7 +60,7 @@ install = _patch.install
 uninstall = _patch.uninstall
 
 
-def bind(mesh: NamedMesh) -> Bound:
+def bind(mesh: NamedMesh) -> BindingContext:
     """Let DeepSpeed's engine, MoE layers and ZeRO use the groups of a mesh.
 
     Call it before ``deepspeed.initialize(...)``. It sets the variables of
@@ -78,7 +85,7 @@ def bind(mesh: NamedMesh) -> Bound:
     """
     check_open(mesh, "deepspeed.bind")
     state = _get_state()
-    return Bound(mesh, {state: state.bind(mesh, partial(_assign_groups, mesh))})
+    return BindingContext(mesh, {state: state.bind(mesh, partial(_assign_groups, mesh))})
 
 
 def unbind() -> None:
@@ -87,12 +94,12 @@ def unbind() -> None:
 
 
 @cache
-def _get_state() -> State:
+def _get_state() -> AccessorState:
     """Return the variables of ``deepspeed.utils.groups``, which is imported on the first call."""
     module = import_module("deepspeed.utils.groups")
     # These variables have no underscore.
     more = ("mpu", "mesh_device", "expert_tensor_parallel_world_size")
-    return State("DeepSpeed", "deepspeed.initialize", module, read_variables(module, more))
+    return AccessorState("DeepSpeed", "deepspeed.initialize", module, read_variables(module, more))
 
 
 def _assign_groups(mesh: NamedMesh) -> None:

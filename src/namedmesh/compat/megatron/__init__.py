@@ -17,7 +17,7 @@ from namedmesh.compat.megatron import parallel_state, tensor_parallel
 # Much code imports the module by its short name.
 from namedmesh.compat.megatron import parallel_state as mpu
 from namedmesh.compat.megatron.binding import bind, current_mesh, install, unbind, uninstall
-from namedmesh.compat.state import Bound
+from namedmesh.compat.state import BindingContext
 
-__all__ = ["Bound", "bind", "current_mesh", "install", "unbind", "uninstall"]
+__all__ = ["BindingContext", "bind", "current_mesh", "install", "unbind", "uninstall"]
 __all__ += ["mpu", "parallel_state", "tensor_parallel"]

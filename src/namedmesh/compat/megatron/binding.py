@@ -19,7 +19,7 @@ from namedmesh._errors import LayoutError
 from namedmesh.compat.binding import Binding, Library, MeshRequest
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron import parallel_state
-from namedmesh.compat.state import Bound, check_axes, read_variables
+from namedmesh.compat.state import BindingContext, check_axes, read_variables
 from namedmesh.layout import Layout
 from namedmesh.layout.axes import DENSE_AXES, DENSE_COUNTERPARTS, LEGACY_AXES
 from namedmesh.layout.orders import order_dense_sizes, order_expert_sizes, split_order
@@ -184,7 +184,7 @@ install = LIBRARY.install
 uninstall = LIBRARY.uninstall
 
 
-def bind(mesh: NamedMesh, **options: Any) -> Bound:
+def bind(mesh: NamedMesh, **options: Any) -> BindingContext:
     """Let Megatron's accessors return the groups of an existing mesh.
 
     The accessors of a megatron-core that can be imported return them too, with or without

@@ -267,7 +267,7 @@ def format_groups(groups: Iterable[Group]) -> str:
     return " ".join(f"({format_items(group, _SHOWN_RANKS_OF_GROUP)})" for group in groups)
 
 
-def rank_text(plan: LayoutPlan, rank: int) -> str:
+def format_rank(plan: LayoutPlan, rank: int) -> str:
     """Format the coordinates of a rank, its peers, its batch and its parameters as text.
 
     Args:
@@ -343,7 +343,7 @@ def _run(arguments: Namespace) -> tuple[int, str]:
         raise UsageError("--color-by is for the picture of --svg; give --svg FILE, too")
     spec, keywords = read_layout_arguments(arguments)
     plan = make_plan(spec, world_size=arguments.world_size, gpus_per_node=arguments.gpus_per_node, **keywords)
-    text = str(plan) if arguments.rank is None else rank_text(plan, arguments.rank)
+    text = str(plan) if arguments.rank is None else format_rank(plan, arguments.rank)
     if arguments.svg is not None:
         picture = draw_svg(plan.layout, gpus_per_node=plan.gpus_per_node, color_by=arguments.color_by)
         try:

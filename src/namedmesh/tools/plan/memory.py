@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from namedmesh.layout.sizes import stage_range
+from namedmesh.layout.sizes import split_layers
 from namedmesh.tools.plan.model import Axes, Job, Model
 
 FSDP_STAGE = 3
@@ -102,7 +102,7 @@ def list_stage_shares(model: Model, pp: int, stages_per_rank: int) -> tuple[Stag
     for rank in range(min(pp, model.layers)):
         layers: list[int] = []
         for stage in range(rank, stage_count, pp):
-            layers.extend(stage_range(model.layers, stage, stage_count))
+            layers.extend(split_layers(model.layers, stage, stage_count))
         dense_layers = sum(layer < first_expert_layer for layer in layers)
         is_last = rank == pp - 1
         ends = 1 if pp == 1 and model.tied else int(rank == 0) + int(is_last)

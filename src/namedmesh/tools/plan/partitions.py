@@ -9,7 +9,7 @@ from math import inf, isqrt
 from typing import Any, NamedTuple
 
 from namedmesh._errors import LayoutError
-from namedmesh.layout.sizes import shared_heads
+from namedmesh.layout.sizes import find_shared_heads
 from namedmesh.tools.plan.memory import Memory, estimate_memory
 from namedmesh.tools.plan.model import Axes, Job
 from namedmesh.tools.plan.settings import list_settings
@@ -277,7 +277,7 @@ def _find_size_problems(job: Job, axes: Axes) -> Iterator[str]:
         yield f"{job.seq} tokens of a sequence do not divide by 2 x cp={axes.cp}"
     # Latent attention has no key and value heads of its own.
     kv_heads = 0 if model.kv_rank else model.kv_heads
-    if kv_heads % axes.tp and not shared_heads(model.heads or kv_heads, kv_heads, axes.tp):
+    if kv_heads % axes.tp and not find_shared_heads(model.heads or kv_heads, kv_heads, axes.tp):
         yield f"{kv_heads} key and value heads can neither be divided nor shared by tp={axes.tp}"
     stages = axes.pp * job.stages_per_rank
     if 0 < model.layers < stages:
