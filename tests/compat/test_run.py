@@ -11,6 +11,7 @@ from messages import capture_printed
 from ranks import run_ranks
 
 from namedmesh.__main__ import main
+from namedmesh.launch.tested_releases import TESTED_RELEASES
 
 SHOW = "import sys\nfrom ezpz import tp\nprint(tp.__name__, __name__, neighbor.word, sys.argv[1:])\n"
 
@@ -117,7 +118,8 @@ def test_a_vendored_package_next_to_the_script_is_used_and_its_release_is_checke
     show = "import warnings\nwarnings.simplefilter('always')\nwarnings.showwarning = lambda text, *_: print(text)\n"
     printed = _run_in_new_program(tmp_path / "script.py", show + USE_STATE).splitlines()
     assert printed[-1] == f"{tmp_path}/megatron/core/parallel_state.py True"
-    assert printed[0].startswith("namedmesh is tested with megatron-core 0.14 to 0.19, and 9.9 is installed")
+    tested = TESTED_RELEASES["megatron.core"]
+    assert printed[0].startswith(f"namedmesh is tested with {tested}, and 9.9 is installed")
 
 
 @pytest.mark.parametrize("state", ["x = 1\n", "import sys\ninitialize_model_parallel = sys.exit\n"])

@@ -15,40 +15,31 @@ from packaging.version import Version
 from torch import nn
 
 import namedmesh
-from namedmesh.compat.patching import Patch
-from namedmesh.launch.tested_releases import TESTED_RELEASES, warn_if_untested
+from namedmesh.launch.tested_releases import TESTED_RELEASES, ReleaseRange, warn_if_untested
 from namedmesh.tensor_parallel import plan_from_hf
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("module", "version", "is_tested"),
-    [
-        ("megatron.core", "0.13.1", False),
-        ("megatron.core", "0.14.0rc7", True),
-        ("megatron.core", "0.19.2", True),
-        ("megatron.core", "0.20.0", False),
-        ("fairscale", "0.4.13", True),
-        ("fairscale", "0.4.12", False),
-        ("transformers", "5.24.3", True),
-        ("transformers", "5.25.0.dev0", False),
-    ],
+    ("version", "is_tested"),
+    [("0.13.1", False), ("0.14.0rc7", True), ("0.19.2", True), ("0.20.0", False), ("0.20.0.dev0", False)],
 )
 def test_only_untested_releases_give_a_warning(
-    module: str, version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch
+    version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = ModuleType(module)
+    monkeypatch.setitem(TESTED_RELEASES, "megatron.core", ReleaseRange("megatron-core", "0.14", "0.19"))
+    fake = ModuleType("megatron.core")
     monkeypatch.setattr(fake, "__version__", version, raising=False)
-    monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.setitem(sys.modules, "megatron.core", fake)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            warn_if_untested(f"{module}.utils")
+            warn_if_untested("megatron.core.utils")
     expected = []
     if not is_tested:
         expected = [
-            f"namedmesh is tested with {TESTED_RELEASES[module]}, and {version} is installed; if something "
+            f"namedmesh is tested with megatron-core 0.14 to 0.19, and {version} is installed; if something "
             "fails, install a tested release"
         ]
     assert [str(warning.message) for warning in caught] == expected
@@ -86,11 +77,9 @@ def test_install_warns_about_an_untested_release(monkeypatch: pytest.MonkeyPatch
 
     from namedmesh.compat import fairscale as layer
 
-    monkeypatch.setattr(fairscale, "__version__", "0.5.0")
+    monkeypatch.setattr(fairscale, "__version__", "99.0")
     try:
-        with pytest.warns(
-            UserWarning, match=r"^namedmesh is tested with fairscale 0\.4\.13, and 0\.5\.0 "
-        ) as caught:
+        with pytest.warns(UserWarning, match=r"^namedmesh is tested with fairscale .*, and 99\.0 ") as caught:
             layer.install()
     finally:
         layer.uninstall()
@@ -105,18 +94,9 @@ def test_plan_from_hf_warns_about_an_untested_release(monkeypatch: pytest.Monkey
     model._tp_plan = {"0": "colwise"}  # type: ignore[assignment]
     assert plan_from_hf(model).keys() == {"0"}
     monkeypatch.setattr(transformers, "__version__", "4.57.0")
-    with pytest.warns(
-        UserWarning, match=r"^namedmesh is tested with transformers 5\.24, and 4\.57\.0 "
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"^namedmesh is tested with transformers .*, and 4\.57\.0 ") as caught:
         plan_from_hf(model)
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_docstrings_name_the_tested_releases() -> None:
-    install = " ".join((Patch.install.__doc__ or "").split())
-    assert all(str(TESTED_RELEASES[name]) in install for name in ("megatron.core", "deepspeed", "fairscale"))
-    assert str(TESTED_RELEASES["transformers"]) in " ".join((plan_from_hf.__doc__ or "").split())
-    assert TESTED_RELEASES["torch"].oldest in (namedmesh.init_mesh.__doc__ or "")
 
 
 def test_the_tested_releases_are_those_of_the_test_runs() -> None:

@@ -58,8 +58,7 @@ class Patch:
         replaced, also in modules that have imported them already. If it cannot, our fallback can be
         imported under its names. A second call does nothing.
 
-        megatron-core 0.14 to 0.19, DeepSpeed 0.19 and fairscale 0.4.13 are tested. It warns once
-        about other releases, which use the same mechanism.
+        It warns once about releases that are not tested, which use the same mechanism.
 
         Args:
             module: the name of another module with upstream's functions, such as the ``mpu`` of a

@@ -42,7 +42,7 @@ def init_mesh(
     of the ranks, make torch's own ``DeviceMesh`` and adopt it with
     :meth:`NamedMesh.from_device_mesh`.
 
-    It warns once if torch is older than the oldest tested release, 2.12.
+    It warns once if torch is older than the oldest tested release.
 
     Collective: every rank must call it with the same arguments.
 

@@ -73,7 +73,7 @@ def plan_from_hf(model: nn.Module, *, adapters: bool = False) -> dict[str, Paral
     as a ``PeftModel`` or the result of ``torch.compile``. Entries for modules that the model does
     not have, and modules that stay replicated (``"replicate"``), are omitted.
 
-    Tested with transformers 5.24. It warns once about other releases.
+    It warns once about releases of transformers that are not tested.
 
     Args:
         model: the model; it is not changed.
