@@ -282,8 +282,8 @@ def can_all_reduce(group: Any) -> bool:
     return summed(group, dist.get_rank()) == sum(dist.get_process_group_ranks(group))
 
 
-def bind_all_to_one_mesh() -> None:
-    for sizes in SHARED:
+def bind_all_to_one_mesh(layouts: list[dict[str, int]]) -> None:
+    for sizes in layouts:
         mesh = namedmesh.init_mesh(Layout(**sizes))
         with fairscale.bind(mesh), ezpz.bind(mesh), megatron.bind(mesh):
             for groups in collect_groups(mesh).values():
@@ -321,8 +321,9 @@ def bind_all_to_one_mesh() -> None:
         assert counts[0] == counts[1]
 
 
-def test_compatibility_layers_on_one_mesh_share_its_groups() -> None:
-    run_ranks(8, bind_all_to_one_mesh)
+@pytest.mark.parametrize("layouts", [SHARED[:1], pytest.param(SHARED[1:], marks=pytest.mark.slow)])
+def test_compatibility_layers_on_one_mesh_share_its_groups(layouts: list[dict[str, int]]) -> None:
+    run_ranks(8, bind_all_to_one_mesh, layouts)
 
 
 def test_the_example_of_the_page_on_fairscale_runs() -> None:

@@ -14,7 +14,6 @@ from installing import run_python
 from packaging.version import Version
 from torch import nn
 
-import namedmesh
 from namedmesh.launch.tested_releases import TESTED_RELEASES, ReleaseRange, warn_if_untested
 from namedmesh.tensor_parallel import plan_from_hf
 
@@ -94,7 +93,9 @@ def test_plan_from_hf_warns_about_an_untested_release(monkeypatch: pytest.Monkey
     model._tp_plan = {"0": "colwise"}  # type: ignore[assignment]
     assert plan_from_hf(model).keys() == {"0"}
     monkeypatch.setattr(transformers, "__version__", "4.57.0")
-    with pytest.warns(UserWarning, match=r"^namedmesh is tested with transformers .*, and 4\.57\.0 ") as caught:
+    with pytest.warns(
+        UserWarning, match=r"^namedmesh is tested with transformers .*, and 4\.57\.0 "
+    ) as caught:
         plan_from_hf(model)
     assert [warning.filename for warning in caught] == [__file__]
 

@@ -325,7 +325,10 @@ FLATTENED_CASES: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("case", FLATTENED_CASES)
+@pytest.mark.parametrize(
+    "case",
+    [FLATTENED_CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in FLATTENED_CASES[1:])],
+)
 def test_a_flattened_axis_can_be_combined_with_other_axes(case: tuple[Any, ...]) -> None:
     by_rank = run_ranks(8, _train_on_flattened_axis, *case)
     alone = tiny.losses(tiny.model(), tiny.batch(8))

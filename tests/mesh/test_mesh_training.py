@@ -108,10 +108,13 @@ def _train_cases(ranks: int, names: list[str]) -> list[list[float]]:
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize(
-    "ranks", [4, pytest.param(8, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)]
+    ("ranks", "names"),
+    [
+        (4, ["with axes of size one", "view", "adopted"]),
+        *(pytest.param(ranks, list(cases), marks=pytest.mark.slow) for ranks, cases in CASES.items()),
+    ],
 )
-def test_fsdp_with_tensor_parallelism_equals_one_process(ranks: int) -> None:
-    names = list(CASES[ranks])
+def test_fsdp_with_tensor_parallelism_equals_one_process(ranks: int, names: list[str]) -> None:
     by_rank = run_ranks(ranks, _train_cases, ranks, names)
     expected = tiny.losses(tiny.model(), tiny.batch(8))
     # The loss has decreased, so equal losses mean equal gradients.

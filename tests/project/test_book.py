@@ -61,6 +61,8 @@ PACKAGES = {
     "share_fairscale.py": "fairscale",
     "share_accelerate.py": "accelerate",
 }
+# Scripts of many ranks or seconds, whose features have tests of their own on fewer ranks.
+SLOW = {"hsdp_tp.py", "pretrain.py", "published.py"}
 # What other packages print about themselves.
 NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed |> initializing )")
 
@@ -96,7 +98,9 @@ def sessions() -> list[Any]:
             names = re.findall(r"\w+\.py|namedmesh \w+|\w+:\w+", block)
             packages = [PACKAGES[name] for name in names if name in PACKAGES]
             package = packages[0] if packages else None
-            marks = pytest.mark.oracle(package) if package else ()
+            marks = [pytest.mark.oracle(package)] if package else []
+            if not SLOW.isdisjoint(names):
+                marks.append(pytest.mark.slow)
             title = f"{page.name}-{names[0] if names else 'python'}"
             found.append(pytest.param(page, commands, package, id=title, marks=marks))
     return found

@@ -74,7 +74,7 @@ def assert_losses(settings: Settings, expected: list[float], ranks: int, *layout
     ("ranks", "layouts"),
     [
         (4, [{"tp": 2, "microbatches": 2}, {"cp": 2, "microbatches": 2}]),
-        (8, [{"pp": 2, "cp": 2, "tp": 2}]),
+        pytest.param(8, [{"pp": 2, "cp": 2, "tp": 2}], marks=pytest.mark.slow),
         pytest.param(8, [{"pp": 2, "tp": 2, "microbatches": 4}], marks=pytest.mark.slow),
     ],
 )
@@ -134,11 +134,17 @@ def test_losses_with_compiled_layers_are_those_of_one_process(reference: list[fl
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_losses_with_experts_are_those_of_one_process() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (4, {"tp": 2, "ep": 2, "etp": 2}),
+        pytest.param(8, {"pp": 2, "cp": 2, "ep": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_with_experts_are_those_of_one_process(ranks: int, layout: dict[str, Any]) -> None:
     settings = replace(TINY, moe=True, steps=2)
     expected = run_ranks(1, one_process, settings)[0]
-    assert_losses(settings, expected, 4, {"tp": 2, "ep": 2, "etp": 2})
-    assert_losses(settings, expected, 8, {"pp": 2, "cp": 2, "ep": 2})
+    assert_losses(settings, expected, ranks, layout)
 
 
 def status(words: str, off: float = 0.0) -> object:

@@ -67,6 +67,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert interpreter("-c", code).returncode == 0
 
 
+@pytest.mark.slow
 def test_importing_training_does_not_import_torch_compile() -> None:
     code = "import sys, namedmesh.training; sys.exit('torch._dynamo' in sys.modules)"
     result = interpreter("-c", code)

@@ -129,7 +129,7 @@ def run_step(model: nn.Module, ids: torch.Tensor, case: Case) -> dict[str, float
 def run_both(mesh: DeviceMesh, case: Case) -> Steps:
     """Return the second step with each plan. The first one initializes what torch caches."""
     torch.manual_seed(0)
-    model = Llama(dim=64, hidden=96)
+    model = Llama(dim=64, hidden=96, layers=1)
     ours = parallelize_copy(model, case.plan, check_gradients=False)
     torchs = parallelize_module(copy.deepcopy(model), mesh, case.torchs_plan)
     ids = torch.randint(0, 32, IDS)

@@ -90,6 +90,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Tensor]] = {
 }
 
 
+# With the DTensor path, heads that ranks share, and wrapped layers.
+SOME_CASES = ("torch's norms", "shared heads", "adapters")
+
+
 def copy_and_pickle(model: nn.Module) -> nn.Module:
     """Return a copy of a model that was pickled, if torch and the test can pickle it."""
     model = copy.deepcopy(model)
@@ -167,11 +171,11 @@ def compare_cases(mode: str, names: Iterable[str] = CASES) -> dict[str, float]:
     ("mode", "names"),
     [
         ("eager", tuple(CASES)),
-        ("copied", tuple(CASES)),
-        ("checkpointed", tuple(CASES)),
-        ("checkpointed selectively", tuple(CASES)),
-        ("compiled", ("sequence", "adapters")),
-        pytest.param("compiled", tuple(CASES), marks=pytest.mark.slow),
+        ("copied", SOME_CASES),
+        ("checkpointed", SOME_CASES),
+        ("checkpointed selectively", SOME_CASES),
+        ("compiled", ("sequence",)),
+        *(pytest.param(mode, tuple(CASES), marks=pytest.mark.slow) for mode in MODES if mode != "eager"),
     ],
 )
 def test_training_equals_one_process(mode: str, names: tuple[str, ...]) -> None:
@@ -182,7 +186,7 @@ def test_training_equals_one_process(mode: str, names: tuple[str, ...]) -> None:
 def test_training_on_four_ranks_equals_one_process() -> None:
     # The cases with heads, sequences or fused linears that four ranks share in another way than
     # two.
-    names = ("llama", "torch's norms", "shared heads", "q|k|v")
+    names = ("torch's norms", "shared heads")
     assert_no_difference(run_ranks(4, compare_cases, "eager", names), 1e-11, len(names))
 
 
@@ -211,14 +215,20 @@ def compare_with_fsdp(name: str) -> float:
     return largest
 
 
-def compare_cases_with_fsdp() -> dict[str, float]:
-    names = ("mlp", "sequence", "torch's norms", "shared heads", "q|k|v")
+def compare_cases_with_fsdp(names: Iterable[str]) -> dict[str, float]:
     return {name: compare_with_fsdp(name) for name in names}
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_fsdp_with_gradient_accumulation_equals_one_process() -> None:
-    assert_no_difference(run_ranks(4, compare_cases_with_fsdp, timeout=240.0), cases=5)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("sequence", "shared heads"),
+        pytest.param(("mlp", "torch's norms", "q|k|v"), marks=pytest.mark.slow),
+    ],
+)
+def test_fsdp_with_gradient_accumulation_equals_one_process(names: tuple[str, ...]) -> None:
+    assert_no_difference(run_ranks(4, compare_cases_with_fsdp, names, timeout=240.0), cases=len(names))
 
 
 def compare_second_derivatives() -> dict[str, float]:
@@ -269,13 +279,11 @@ def test_autocast_equals_one_process() -> None:
             assert unexpected_dtypes == set()
 
 
-def train_in_mixed_precision() -> int:
+def train_in_mixed_precision(names: Iterable[str]) -> int:
     """Train in bfloat16 with FSDP2, and in float16 with a scaler; return the number of steps."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     steps = 0
-    for name, dtype in product(
-        ("sequence", "shared heads", "torch's norms"), (torch.bfloat16, torch.float16)
-    ):
+    for name, dtype in product(names, (torch.bfloat16, torch.float16)):
         make, plan, data = CASES[name]
         torch.manual_seed(0)
         model: Any = parallelize(make(), mesh["tp"], plan)
@@ -293,8 +301,12 @@ def train_in_mixed_precision() -> int:
     return steps
 
 
-def test_rounding_in_half_precision_does_not_raise() -> None:
-    assert run_ranks(2, train_in_mixed_precision) == [24, 24]
+@pytest.mark.parametrize(
+    "names",
+    [("sequence",), pytest.param(("shared heads", "torch's norms"), marks=pytest.mark.slow)],
+)
+def test_rounding_in_half_precision_does_not_raise(names: tuple[str, ...]) -> None:
+    assert run_ranks(2, train_in_mixed_precision, names) == [8 * len(names)] * 2
 
 
 def compare_edge_cases() -> dict[str, float]:
