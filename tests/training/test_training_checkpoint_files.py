@@ -346,6 +346,7 @@ def test_latest_ignores_checkpoints_that_another_job_removes_or_replaces(
     assert not left
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_converted_checkpoints_of_namedmesh_0_3_are_loaded_and_the_run_continues(tmp_path: Path) -> None:
     """The fixture was written by namedmesh 0.3 on two ranks: make_constant_job(3), and a buffer that differs."""
     tests = Path(__file__).parents[1]
