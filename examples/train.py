@@ -1,13 +1,13 @@
 """Train a small Llama-style language model on bytes, over pipeline x data x context x tensor x expert parallel ranks.
 
     torchrun --nproc-per-node 8 examples/train.py --pp 2 --tp 2 --checkpoint checkpoints
-    torchrun --nproc-per-node 4 examples/train.py --tp 4 --checkpoint checkpoints --steps 200    # goes on
+    torchrun --nproc-per-node 4 examples/train.py --tp 4 --checkpoint checkpoints --steps 80     # resumes
     torchrun --nproc-per-node 8 examples/train.py --pp 2 --cp 2 --tp 2 --verify
     torchrun --nproc-per-node 8 examples/train.py --tp 2 --moe --ep 4 --verify
     python examples/train.py --steps 20
 
 The batch and the order of the data do not depend on the layout, so neither does the loss; ``--verify`` shows it.
-Here is what any script has: options, model, data, the loop. ``parallel.py`` is the part that knows of ranks.
+Here is what any script has: options, model, data, the loop. ``parallel.py`` has the parallel part.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Settings:
     """One field for each option; ``save_every`` is ``--save-every``."""
 
     pp: int = option(1, "pipeline stages")
-    dp: int = option(-1, "data-parallel ranks; -1 for whatever is left")
-    cp: int = option(1, "context-parallel ranks: each has a part of every sequence")
+    dp: int = option(-1, "data-parallel ranks; -1: the remaining ranks")
+    cp: int = option(1, "context-parallel ranks: each has a shard of every sequence")
     tp: int = option(1, "tensor-parallel ranks")
     moe: bool = option(False, "a mixture of experts in place of each feed-forward network")
     ep: int = option(1, "expert-parallel ranks, with --moe")
     etp: int = option(1, "ranks that share each expert's features, with --moe: 1, or as many as --tp")
-    steps: int = option(80, "where training ends, counted from the very first step")
+    steps: int = option(40, "where training ends, counted from the very first step")
     batch: int = option(32, "sequences in a step, over all ranks")
     seq: int = option(64, "bytes in a sequence")
     dim: int = option(128, "width of the model")
