@@ -154,7 +154,9 @@ def sweep_more_ranks() -> dict[str, str]:
 
 
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))]
+)
 def test_every_configuration_equals_one_process_or_is_rejected(part: int) -> None:
     names = list(hf_models.find_configurations())[part::PARTS]
     # The ranks of a model are threads. Each of two processes runs half of the models.
