@@ -23,7 +23,7 @@ from tp_compare import OperationRecorder
 import namedmesh
 from namedmesh import training
 from namedmesh._errors import ShapeError
-from namedmesh._torch.training import attend_lower_right
+from namedmesh._torch.modules import attend_lower_right
 from namedmesh.training import context
 
 if TYPE_CHECKING:

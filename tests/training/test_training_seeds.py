@@ -25,7 +25,7 @@ from training_checks import ON_EIGHT, ON_FOUR
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch.releases import torch_is_at_least
+from namedmesh._torch.execution import torch_is_at_least
 from namedmesh.training import seeds
 
 if TYPE_CHECKING:

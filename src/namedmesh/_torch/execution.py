@@ -1,12 +1,13 @@
-"""How code runs now: compiled, under a dispatch mode, in a backward or a CUDA graph."""
+"""How code runs: with which torch, compiled, under a dispatch mode, or in a CUDA graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
+from packaging.version import Version
 from torch.utils import _python_dispatch
 
 F = TypeVar("F", bound="Callable[..., Any]")
@@ -58,3 +59,20 @@ def is_capturing() -> bool:
     torch's function raises if CUDA is not initialized. Here the result is False.
     """
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def torch_is_at_least(release: str) -> bool:
+    """Return whether the installed torch is of a release or a newer one.
+
+    Pre-releases count as the release: 2.15.0.dev1 is at least 2.15.
+
+    Args:
+        release: major and minor version, such as ``"2.15"``.
+    """
+    return _parse(torch.__version__) >= _parse(release)
+
+
+# The version is parsed once. It is read at each call, as tests simulate other releases.
+@cache
+def _parse(version: str) -> tuple[int, ...]:
+    return Version(version).release

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from namedmesh._torch.execution import torch_is_at_least
 from namedmesh._torch.groups import add_default_group_finalizer
-from namedmesh._torch.releases import torch_is_at_least
 
 
 def flatten_mesh(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from namedmesh._errors import MeshError
 from namedmesh._torch.execution import constant_under_compile
-from namedmesh._torch.group_requests import own_group_requests
 from namedmesh._torch.groups import (
     get_backend_default_timeout,
     get_bound_device,
     get_timeout,
     is_registered,
+    own_group_requests,
     set_group_timeout,
 )
 from namedmesh.layout.layout import Layout, make_partition_key

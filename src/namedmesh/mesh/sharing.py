@@ -17,7 +17,7 @@ from threading import Lock
 import torch.distributed as dist
 
 from namedmesh._errors import MeshError, OptionError, format_items
-from namedmesh._torch.group_requests import GroupRequest, intercept_group_requests
+from namedmesh._torch.groups import GroupRequest, intercept_group_requests
 from namedmesh.layout.layout import Layout, make_partition_key
 from namedmesh.layout.sizes import format_axes
 from namedmesh.mesh import current

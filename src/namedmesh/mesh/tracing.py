@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.utils.module_tracker import ModuleTracker
 
-from namedmesh._torch.dispatch import CollectiveMode
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh._torch.groups import CollectiveMode
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 # Parts of the names of torch's operators, without underscores: longer ones first.

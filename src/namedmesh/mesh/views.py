@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from namedmesh._errors import AxisError, LayoutError, format_items
 from namedmesh._torch.execution import disable_dispatch_modes
-from namedmesh._torch.group_requests import own_group_requests
+from namedmesh._torch.groups import own_group_requests
 from namedmesh._torch.meshes import concatenate_meshes, flatten_mesh
 from namedmesh.layout.axes import DATA_PARTS
 from namedmesh.layout.layout import Layout, make_partition_key

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh._errors import LayoutError, ShapeError, format_items
 from namedmesh._torch.meshes import concatenate_meshes
 from namedmesh.layout.axes import SAME_TOKEN_AXES
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.tensor_parallel.base_styles import Style
 from namedmesh.tensor_parallel.collectives import Group, all_to_all_single, copy_to_tp_region

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from namedmesh._checks.models import ModelCheck, compare_before_step
 from namedmesh._sharding import to_local
 from namedmesh._torch.tensors import make_gradient, wait_if_async
-from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
+from namedmesh.mesh.internal import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.collectives import Group, all_reduce
 from namedmesh.tensor_parallel.experts import ExpertForward
 from namedmesh.tensor_parallel.layers import ShardedLayer

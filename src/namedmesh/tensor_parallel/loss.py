@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from namedmesh._errors import ShapeError
-from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
+from namedmesh.mesh.internal import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.collectives import (
     Group,
     all_reduce,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from namedmesh._torch.list_operators import accept_mixed_lists
-from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
+from namedmesh.mesh.internal import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.gradients import (
     install_optimizer_step_hook,
     register_gradient_check,

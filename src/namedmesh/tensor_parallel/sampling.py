@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor
 
 from namedmesh._errors import ShapeError
-from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
+from namedmesh.mesh.internal import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.collectives import Group, all_gather
 from namedmesh.tensor_parallel.loss import logits_problems
 

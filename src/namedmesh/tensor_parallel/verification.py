@@ -20,7 +20,7 @@ from namedmesh._errors import NamedMeshError, PlanError, format_count, format_it
 from namedmesh._sharding import to_full
 from namedmesh._torch.groups import all_gather_object
 from namedmesh._torch.tensors import tree_leaves, tree_map
-from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
+from namedmesh.mesh.internal import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.plan import parallelize
 from namedmesh.tensor_parallel.plan_checks import resolve_plan
 from namedmesh.tensor_parallel.plan_entries import Plan, PlanEntry

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from namedmesh._errors import AgreementError, CheckpointError, NamedMeshError, format_ranks, print_in_one_line
-from namedmesh._torch.training import make_dcp_wrapper
+from namedmesh._torch.modules import make_dcp_wrapper
 from namedmesh.mesh.internal import agree_on_call, get_groups
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.mesh.options import GroupOptions

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from namedmesh._errors import CheckpointError, format_items, get_first_line
-from namedmesh._torch.training import make_storage_unpicklers
+from namedmesh._torch.modules import make_storage_unpicklers
 from namedmesh.training.checkpoint_names import Names
 
 METADATA_NAME = ".metadata"

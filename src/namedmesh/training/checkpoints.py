@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from namedmesh._errors import CheckpointError
-from namedmesh.mesh.arguments import parse_checkpoint_arguments
+from namedmesh.mesh.internal import parse_checkpoint_arguments
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.checkpoint_folders import (
     Lock,

@@ -22,7 +22,7 @@ from namedmesh._torch.modules import (
     iter_unsharded_parameters,
 )
 from namedmesh._torch.tensors import compute_norms, run_functional_collective, scale_
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.tensor_parallel import reduce_gradients
 from namedmesh.training.tying import get_tie, is_counted_on_other_stage

@@ -11,9 +11,9 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor
 
 from namedmesh._errors import ShapeError
+from namedmesh._torch.modules import attend_lower_right
 from namedmesh._torch.tensors import RecomputedTensors
-from namedmesh._torch.training import attend_lower_right
-from namedmesh.mesh.arguments import AxisMesh, get_axis_mesh
+from namedmesh.mesh.internal import AxisMesh, get_axis_mesh
 from namedmesh.tensor_parallel.collectives import Group, all_gather_to_tp_region, all_to_all_single
 from namedmesh.tensor_parallel.layers import to_autocast_dtype
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from namedmesh._checks.digests import digest
 from namedmesh._errors import AgreementError, AxisError, format_ranks
 from namedmesh.layout.axes import DATA_AXES, SAME_SAMPLE_AXES
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 

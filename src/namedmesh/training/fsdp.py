@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from namedmesh._errors import AxisError
 from namedmesh._torch.meshes import concatenate_meshes
 from namedmesh.layout.axes import FSDP_AXES
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.data import find_data_axes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from namedmesh._errors import ShapeError, TrainingError
 from namedmesh._sharding import to_full
 from namedmesh.layout.axes import TOKEN_AXES
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.data import all_reduce_over_axes, find_data_axes
 

@@ -18,9 +18,8 @@ from namedmesh._errors import ShapeError, TrainingError
 from namedmesh._torch.modules import reshards_after_forward
 from namedmesh._torch.pipelines import MicrobatchStage, set_schedule_loss
 from namedmesh._torch.tensors import tree_leaves, tree_map
-from namedmesh.mesh.arguments import require_named_mesh
 from namedmesh.mesh.groups import get_backends
-from namedmesh.mesh.internal import get_groups
+from namedmesh.mesh.internal import get_groups, require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.loss import sum_losses
 from namedmesh.training.stages import SPLIT_BACKWARD_SCHEDULES, find_schedule_class, stage_indices

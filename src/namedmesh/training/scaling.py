@@ -8,8 +8,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from namedmesh._errors import TrainingError
-from namedmesh._torch.training import get_found_infs
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh._torch.modules import get_found_infs
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 

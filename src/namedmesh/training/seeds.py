@@ -20,9 +20,9 @@ from torch.utils.data import get_worker_info
 from namedmesh._errors import TrainingError, format_items
 from namedmesh._sharding import find_plain_shard, has_partition_dim, to_local
 from namedmesh._torch.execution import is_capturing
-from namedmesh._torch.training import make_rng_tracker
+from namedmesh._torch.modules import make_rng_tracker
 from namedmesh.layout.axes import EXPERT_MODEL_AXES, SAME_SAMPLE_AXES
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh, current_mesh
 
 # The part of a stream's seed that differs between ranks: by stream, its name and this rank's

@@ -10,7 +10,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from namedmesh._errors import LayoutError, OptionError
 from namedmesh.layout.sizes import split_layers
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 Layers: TypeAlias = Sequence[nn.Module] | nn.ModuleList | nn.ModuleDict

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from namedmesh._errors import ShapeError
 from namedmesh._sharding import is_copy_of_stage, set_copy_of_stage, to_local
 from namedmesh._torch.groups import all_gather_object
-from namedmesh.mesh.arguments import require_named_mesh
+from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
 
 # Every rank of a pipeline ties in the same order, so the numbers are equal on all ranks.
