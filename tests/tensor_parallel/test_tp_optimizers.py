@@ -30,6 +30,11 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], tuple[float, bool | None]]] = [
     ("Adagrad", {}, (2.0, None)),
     ("RMSprop", {"centered": True, "eps": 1e-3}, (2.0, None)),
     ("NAdam", {}, (2.0, None)),
+    ("RAdam", {"foreach": True}, (2.0, None)),
+    ("Adam", {"fused": True, "eps": 1e-3}, (2.0, None)),
+    ("Adamax", {}, (2.0, None)),
+    ("Adadelta", {"foreach": True}, (2.0, None)),
+    ("ASGD", {}, (2.0, None)),
 ]
 
 
