@@ -235,7 +235,7 @@ class Library(Patch):
             warnings.warn(f"{self.initializer}() has no mesh: {problem}", stacklevel=2)
 
     def destroy(self, binding: Binding | None = None) -> None:
-        """End all bindings, and destroy the groups of the mesh that :meth:`initialize` made.
+        """End all bindings, and destroy the groups of the mesh that ``initialize`` made.
 
         Args:
             binding: the module; None for the active one.
