@@ -166,12 +166,12 @@ def test_no_submodule_hides_a_name_of_its_package() -> None:
             assert inspect.ismodule(getattr(package, exported)), f"{name}.{exported}"
 
 
-REFERENCE = runpy.run_path(str(ROOT / ".ci" / "reference.py"))
+SITE = runpy.run_path(str(ROOT / ".docs" / "build.py"))
 
 
-@pytest.mark.parametrize("module", REFERENCE["MODULES"])
+@pytest.mark.parametrize("module", SITE["MODULES"])
 def test_public_names_have_a_signature_and_a_docstring(module: str) -> None:
-    for name, value in REFERENCE["public_names"](module).items():
+    for name, value in SITE["public_names"](module).items():
         if callable(value):
             inspect.signature(value)
             inherited = [base.__doc__ for base in getattr(value, "__mro__", ())[1:]]

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial, update_wrapper
 from importlib import import_module
-from inspect import signature
+from inspect import Signature, signature
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ class Binding(AccessorState):
         super().__init__(library.title, library.initializer, module, library.find_variables(module))
         self.initialize: Callable[..., Any] = getattr(module, library.initializer)
         self.destroy: Callable[[], Any] = getattr(module, library.destroyer, self.reset)
-        self.signature = signature(self.initialize)
+        self.signature: Signature = signature(self.initialize)
 
 
 class Library(Patch):
@@ -88,7 +88,8 @@ class Library(Patch):
         super().__init__(UPSTREAM[self.name], fallbacks)
         # Several releases of upstream may be imported, one after the other.
         self._bindings: dict[ModuleType, Binding] = {}
-        self.ours = self.active = self._find_binding(module)
+        self.ours: Binding = self._find_binding(module)
+        self.active: Binding = self.ours
 
     def find_variables(self, module: ModuleType) -> Mapping[str, Any]:
         """Return the value of each variable of a module at its import, by name."""
@@ -234,7 +235,7 @@ class Library(Patch):
             warnings.warn(f"{self.initializer}() has no mesh: {problem}", stacklevel=2)
 
     def destroy(self, binding: Binding | None = None) -> None:
-        """End all bindings, and destroy the groups of the mesh that :meth:`initialize` made.
+        """End all bindings, and destroy the groups of the mesh that ``initialize`` made.
 
         Args:
             binding: the module; None for the active one.

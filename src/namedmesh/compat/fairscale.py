@@ -137,7 +137,7 @@ class _Layer(ParallelLayer):
     consists of that many blocks of features, and each block is sharded separately.
     """
 
-    model_parallel: ClassVar = _layer
+    model_parallel: ClassVar[ModelParallelLibrary] = _layer
 
     def find_group(self, arguments: Mapping[str, Any]) -> Group:  # noqa: ARG002  the same for all
         """Return the model-parallel group."""
@@ -271,7 +271,7 @@ class _Embedding(_Layer):
             or the weight cannot be split into equal shards.
     """
 
-    shape_attributes = ("num_embeddings", "embedding_dim")
+    shape_attributes: ClassVar[tuple[str, str]] = ("num_embeddings", "embedding_dim")
 
     def __init__(  # noqa: PLR0917  upstream's signature
         self,
@@ -294,7 +294,7 @@ class _Embedding(_Layer):
                 f"padding_idx must be an id from 0 to {num_embeddings - 1} or None, got {padding_idx}"
             )
         super().__init__(locals())
-        self.embedding_dim_per_partition = self.weight.shape[1]
+        self.embedding_dim_per_partition: int = self.weight.shape[1]
 
 
 class VocabParallelEmbedding(_Embedding, VocabEmbedding):

@@ -322,15 +322,15 @@ class VocabEmbedding(ParallelLayer):
         num_embeddings_per_partition: the number of local ids.
     """
 
-    shape_attributes = ("num_embeddings", "embedding_dim")
+    shape_attributes: ClassVar[tuple[str, str]] = ("num_embeddings", "embedding_dim")
     local_attribute = "num_embeddings_per_partition"
     padding_idx: int | None = None
     sparse = False
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
-        self.vocab_start_index = self.group.rank * self.num_embeddings_per_partition
-        self.vocab_end_index = self.vocab_start_index + self.num_embeddings_per_partition
+        self.vocab_start_index: int = self.group.rank * self.num_embeddings_per_partition
+        self.vocab_end_index: int = self.vocab_start_index + self.num_embeddings_per_partition
 
     def look_up(self, ids: Tensor, *, deterministic: bool = False) -> Tensor:
         """Return the embeddings of local ids, and zeros for ids that are out of shard.

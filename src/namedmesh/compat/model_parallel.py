@@ -22,7 +22,7 @@ from namedmesh.compat.errors import ContractError
 from namedmesh.compat.layers import REGIONS, describe_region
 from namedmesh.compat.state import BindingContext
 from namedmesh.layout import Layout
-from namedmesh.layout.orders import LEGACY_APIS, GroupSpec, shrink_tp
+from namedmesh.layout.orders import LEGACY_APIS, GroupSpec, ParallelApi, shrink_tp
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.mesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import Group
@@ -62,9 +62,9 @@ class ModelParallelLibrary(Library):
         modules: Mapping[str, str],
         before: Mapping[str, Callable[[], Any]] | None = None,
     ) -> None:
-        self.api = LEGACY_APIS[name]
+        self.api: ParallelApi = LEGACY_APIS[name]
         self.parameters = parameters
-        self.before = before or {}
+        self.before: Mapping[str, Callable[[], Any]] = before or {}
         module = sys.modules[initialize.__module__]
         # The variables and the initializer must exist before the base class looks for them.
         for spec in self.api.groups:
@@ -74,9 +74,9 @@ class ModelParallelLibrary(Library):
             vars(module)[name_here.rpartition(".")[2]] = module
             sys.modules[f"{module.__name__}.{name_here}"] = module
         self.name = name
-        self.title = f"{name}'s model parallelism"
-        self.initializer = initialize.__name__
-        self.destroyer = initialize.__name__.replace("initialize", "destroy")
+        self.title: str = f"{name}'s model parallelism"
+        self.initializer: str = initialize.__name__
+        self.destroyer: str = initialize.__name__.replace("initialize", "destroy")
         super().__init__(module, dict.fromkeys(modules.values(), module.__name__))
         self.names: dict[str, Any] = {}
         for spec in self.api.groups:

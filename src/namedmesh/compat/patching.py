@@ -41,7 +41,7 @@ class Patch:
     def __init__(self, upstream: str, fallbacks: Mapping[str, str]) -> None:
         self.upstream = upstream
         self.fallbacks = fallbacks
-        self.installed = False
+        self.installed: bool = False
         self._undo = ExitStack()
 
     def replace(self, module: ModuleType) -> Mapping[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed import ProcessGroup
+
 from namedmesh.mesh.init import init_mesh
 
 __all__ = ["ProcessGroups"]
@@ -36,17 +38,17 @@ class ProcessGroups:
     def __init__(self, tp: int, pp: int, dp: int) -> None:
         mesh = init_mesh(dp=dp, pp=pp, tp=tp)
         self.mesh = mesh
-        self.tp_size = mesh.size("tp")
-        self.pp_size = mesh.size("pp")
-        self.dp_size = mesh.size("dp")
-        self.tp_group = mesh.group("tp")
-        self.pp_group = mesh.group("pp")
-        self.dp_group = mesh.group("dp")
-        self.tp_rank = mesh.rank("tp")
-        self.pp_rank = mesh.rank("pp")
-        self.dp_rank = mesh.rank("dp")
-        self.is_first_stage = mesh.is_first("pp")
-        self.is_last_stage = mesh.is_last("pp")
+        self.tp_size: int = mesh.size("tp")
+        self.pp_size: int = mesh.size("pp")
+        self.dp_size: int = mesh.size("dp")
+        self.tp_group: ProcessGroup = mesh.group("tp")
+        self.pp_group: ProcessGroup = mesh.group("pp")
+        self.dp_group: ProcessGroup = mesh.group("dp")
+        self.tp_rank: int = mesh.rank("tp")
+        self.pp_rank: int = mesh.rank("pp")
+        self.dp_rank: int = mesh.rank("dp")
+        self.is_first_stage: bool = mesh.is_first("pp")
+        self.is_last_stage: bool = mesh.is_last("pp")
 
     def log(self, rank: int) -> None:
         """Print the sizes if ``rank``, the global rank of the caller, is 0."""

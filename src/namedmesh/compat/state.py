@@ -55,7 +55,7 @@ class AccessorState:
         self.title = title
         self.initializer = initializer
         self.module = module
-        self.empty = dict(empty)
+        self.empty: dict[str, Any] = dict(empty)
         self.values: dict[NamedMesh | None, dict[str, Any]] = {None: self.read()}
         self.requests: dict[NamedMesh, object] = {}
         self.shown: NamedMesh | None = None

@@ -48,7 +48,7 @@ class MeshAccessors(MeshViews):
     def __init__(self, layout: Layout, device: torch.device, groups: Groups) -> None:
         super().__init__(layout, device, groups)
         self.closed = False
-        self.global_rank = groups.rank
+        self.global_rank: int = groups.rank
         # The caches: memberships by the names of axes, and slices by the name or names in the index.
         self._memberships: dict[tuple[str, ...], Membership] = {}
         self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}

@@ -133,10 +133,10 @@ class Groups:
     def __init__(
         self, defaults: GroupOptions, options_by_axes: Mapping[tuple[str, ...], GroupOptions]
     ) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
         self.defaults = defaults
-        self.options_by_axes = dict(options_by_axes)
+        self.options_by_axes: dict[tuple[str, ...], GroupOptions] = dict(options_by_axes)
         self.acquired: dict[GroupKey, Communicator] = {}
         self._world: Any = ref(dist.group.WORLD)
         self._world_options = GroupOptions(timeout=get_timeout())

@@ -45,7 +45,7 @@ class ExpertTensorParallel(LocalParameters):
         self, placements: Mapping[str, Placement], *, fused: Mapping[str, int] | None = None
     ) -> None:
         super().__init__(placements)
-        self.fused = dict(fused or {})
+        self.fused: dict[str, int] = dict(fused or {})
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return the reasons why this style cannot be applied to a module (empty if it can).
@@ -143,8 +143,8 @@ class ExpertParallel(Style):
         super().__init__()
         averaged = [axis for axis in mesh.layout if axis not in SAME_TOKEN_AXES]
         averaged_size = mesh.layout.size(*averaged) if averaged else 1
-        self.gradient_scale = mesh.size("edp") / averaged_size
-        self.replica_groups = [Group.of(mesh.group("edp"))]
+        self.gradient_scale: float = mesh.size("edp") / averaged_size
+        self.replica_groups: list[Group] = [Group.of(mesh.group("edp"))]
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return the placement of each parameter that the module itself owns: ``Shard(0)``.
@@ -225,10 +225,10 @@ class ExpertForward(LocalForward):
     def __init__(self, module: nn.Module, group: Group, style: ExpertParallel) -> None:
         super().__init__(module, style.layout(module, group.size))
         self.group = group
-        self.first_param = next(iter(self.shards))
-        self.experts = module.get_parameter(self.first_param).shape[0]
-        self.gradient_scale = style.gradient_scale
-        self.token_groups = [group, *style.replica_groups]
+        self.first_param: str = next(iter(self.shards))
+        self.experts: int = module.get_parameter(self.first_param).shape[0]
+        self.gradient_scale: float = style.gradient_scale
+        self.token_groups: list[Group] = [group, *style.replica_groups]
         # Keeps the tokens, which the ranks compare before the first steps.
         self.keep_input: Callable[[Tensor], None] | None = None
 

@@ -6,7 +6,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from namedmesh._torch.modules import replace_parameters
 from namedmesh.tensor_parallel.base_styles import Style
 from namedmesh.tensor_parallel.collectives import Group, copy_to_tp_region, reduce_from_tp_region
-from namedmesh.tensor_parallel.layers import local_params, shard_shapes
+from namedmesh.tensor_parallel.layers import Shards, local_params, shard_shapes
 from namedmesh.tensor_parallel.styles import shard_parameters
 
 
@@ -114,9 +114,9 @@ class LocalForward:
         self, module: nn.Module, names: Iterable[str], block_dims: Mapping[str, int] | None = None
     ) -> None:
         self.module = module
-        self.original = module.forward
-        self.block_dims = dict(block_dims or {})
-        self.shards = shard_shapes(module, names)
+        self.original: Callable[..., Any] = module.forward
+        self.block_dims: dict[str, int] = dict(block_dims or {})
+        self.shards: Shards = shard_shapes(module, names)
         if isinstance(self.original, LocalForward):
             # Experts may be sharded over etp, and then over ep. This forward replaces the other.
             self.block_dims |= self.original.block_dims

@@ -285,7 +285,7 @@ class SharedInput(Style):
         self, *, input_layouts: Placement | None = None, reshard_after_forward: bool = False
     ) -> None:
         super().__init__()
-        self.input_layouts = input_layouts or Replicate()
+        self.input_layouts: Placement = input_layouts or Replicate()
         self.reshard_after_forward = reshard_after_forward
 
     def problems(self, module: nn.Module, tp_size: int) -> list[str]:
@@ -365,7 +365,7 @@ class KeyValueParallel(ColwiseParallel):
         # torch's style takes None for the default layout.
         super().__init__(heads=kv_heads or query_heads, input_layouts=input_layouts)
         self.query_heads = query_heads
-        self.kv_heads = kv_heads or query_heads
+        self.kv_heads: int = kv_heads or query_heads
 
     def layout(self, module: nn.Module, tp_size: int) -> dict[str, Placement]:
         """Return the placement of each parameter: replicated if ranks share kv heads.

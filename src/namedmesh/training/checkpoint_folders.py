@@ -176,7 +176,7 @@ class Lock:
 
     def __init__(self, directory: Path) -> None:
         path = directory / _LOCK_NAME
-        self.descriptor = _lock_file(path)
+        self.descriptor: int = _lock_file(path)
         os.ftruncate(self.descriptor, 0)
         os.write(self.descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
         finalize(self, _release_file, self.descriptor, path, os.getpid())

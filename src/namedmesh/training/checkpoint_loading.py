@@ -72,7 +72,7 @@ class Matching:
         strict: bool = True,
         select: Callable[[str], bool] | None = None,
     ) -> None:
-        self.loaded = LoadResult(checkpoint.extra)
+        self.loaded: LoadResult = LoadResult(checkpoint.extra)
         # For each entry here, the entry of the checkpoint, and the tensor that it is read into.
         self._sources: dict[str, str] = {}
         self._targets: dict[str, Any] = {}

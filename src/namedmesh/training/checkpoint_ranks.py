@@ -33,7 +33,7 @@ _LOST_RANK = re.compile("[Cc]onnect|[Tt]imed out|peer|[Ss]ocket|Broken pipe")
 class SaveFuture(Future[Path]):
     """The future of a save, which knows whether its error was raised from :meth:`result`."""
 
-    was_raised = False
+    was_raised: bool = False
 
     def result(self, timeout: float | None = None) -> Path:
         """Return the path, or raise the error of the save."""
@@ -62,8 +62,8 @@ class CheckpointRanks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         # A weak reference, because destroy_process_group() has to end the group with its threads.
         self._group = None if group is None else ref(group)
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.timeout = timedelta(0)
+        self.rank: int = 0 if group is None else dist.get_rank(group)
+        self.timeout: timedelta = timedelta(0)
         self.saving: SaveFuture | None = None
         self.pinned: dict[str, torch.Tensor] = {}
 

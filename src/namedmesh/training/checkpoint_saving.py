@@ -253,7 +253,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002
         """Use these entries. DCP's ``save`` logs every value in the state dict that it is given."""
-        self.state_dict = self._entries
+        self.state_dict: dict[str, Any] = self._entries
         self.is_coordinator = is_coordinator
         self.mappings = {name: make_path(name, self._owners) for name in self._entries}
 

@@ -58,14 +58,16 @@ class State:
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
     ) -> None:
         self.mesh = mesh
-        self.modules = [model] if isinstance(model, nn.Module) else list(model)
-        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
+        self.modules: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+        self.optimizers: list[Optimizer] = (
+            [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
+        )
         loaders: Any = data if isinstance(data, list | tuple) else [data]
-        self.loaders = [loader for loader in loaders if loader is not None]
+        self.loaders: list[Any] = [loader for loader in loaders if loader is not None]
         self.values: dict[str, Any] = {}
         self.owners: dict[str, tuple[str, str]] = {}
         self.params: dict[str, Tensor] = {}
-        self.names = Names.merge([])
+        self.names: Names = Names.merge([])
         self.plain_shards: set[str] = set()
         # The name of each parameter, by its id: a parameter may have several names.
         self._names_by_id: dict[int, str] = {}

@@ -225,7 +225,7 @@ class CheckpointManager:
         directory, mesh = parse_checkpoint_arguments(directory, mesh, "CheckpointManager")
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
-        self.directory = Path(directory)
+        self.directory: Path = Path(directory)
         self.mesh = mesh
         self.keep = keep
         self.async_ = async_

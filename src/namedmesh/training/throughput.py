@@ -39,10 +39,10 @@ class Throughput:
     """
 
     def __init__(self, mesh: NamedMesh, *, flops_per_token: float = 0, peak_flops: float = 0) -> None:
-        self.mesh = require_named_mesh(mesh, "Throughput")
+        self.mesh: NamedMesh = require_named_mesh(mesh, "Throughput")
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
-        self.tokens = 0
+        self.tokens: int = 0
         self.start: float | None = None
 
     def update(self, num_tokens: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
 from importlib import import_module
@@ -57,7 +57,7 @@ class _GridPatch(Patch):
 
 _patch = _GridPatch(UPSTREAM["deepspeed"], {UPSTREAM["deepspeed"]: our_topology.__name__})
 install = _patch.install
-uninstall = _patch.uninstall
+uninstall: Callable[[], None] = _patch.uninstall
 
 
 def bind(mesh: NamedMesh) -> BindingContext:

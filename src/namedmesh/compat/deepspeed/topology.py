@@ -67,7 +67,7 @@ class ProcessTopology:
         mesh_axes = [_MESH_AXES.get(axis, axis) for axis in axes]
         # A topology may have both names of an axis, such as pipe and pp; then all names stay.
         has_conflict = len(set(mesh_axes)) < len(mesh_axes)
-        self.layout = Layout.from_shape(axes if has_conflict else mesh_axes, dims)
+        self.layout: Layout = Layout.from_shape(axes if has_conflict else mesh_axes, dims)
         self.mapping: dict[Any, int] = {}
         for rank, position in enumerate(product(*ranges)):
             self.mapping[coord(*position)] = rank
@@ -298,21 +298,28 @@ class PipelineParallelGrid(GroupAccessors):
         }
         super().__init__(mesh, kinds)
         self._topo = topology
-        self.global_rank = mesh.global_rank
-        self.world_size = mesh.layout.world_size
-        # The fields of a GroupInfo: the group, its ranks, its size, the group rank, the first rank.
+        self.global_rank: int = mesh.global_rank
+        self.world_size: int = mesh.layout.world_size
         pipe, data, model, tensor = self._group_infos.values()
-        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, *_ = pipe
-        self.dp_proc_group, self.dp_group, self.data_parallel_size, *_ = data
-        self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = model
-        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = tensor
+        self.pp_proc_group: dist.ProcessGroup = pipe.group
+        self.pp_group: list[int] = pipe.group_ranks
+        self.pipe_parallel_size: int = pipe.world_size
+        self.dp_proc_group: dist.ProcessGroup = data.group
+        self.dp_group: list[int] = data.group_ranks
+        self.data_parallel_size: int = data.world_size
+        self.ds_model_proc_group: dist.ProcessGroup = model.group
+        self.ds_model_world_size: int = model.world_size
+        self.ds_model_rank: int = model.rank
+        self.slice_proc_group: dist.ProcessGroup = tensor.group
+        self.slice_group: list[int] = tensor.group_ranks
+        self.slice_parallel_size: int = tensor.world_size
         # Upstream's model_parallel_size is the size of the axis model, unlike its ds_model_world_size.
-        self.model_parallel_size = self.slice_parallel_size
-        self.is_first_stage = self.stage_id == 0
-        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self.model_parallel_size: int = self.slice_parallel_size
+        self.is_first_stage: bool = self.stage_id == 0
+        self.is_last_stage: bool = self.stage_id == self.pipe_parallel_size - 1
 
-        self.dp_groups = topology.get_axis_comm_lists("data")
-        self.pipe_groups = topology.get_axis_comm_lists("pipe")
+        self.dp_groups: list[list[int]] = topology.get_axis_comm_lists("data")
+        self.pipe_groups: list[list[int]] = topology.get_axis_comm_lists("pipe")
         self.p2p_groups: list[list[int]] = []
         for ranks in self.pipe_groups:
             # The last stage is paired with the first one.
@@ -320,7 +327,7 @@ class PipelineParallelGrid(GroupAccessors):
         self.p2p_groups.sort()
         if self.model_parallel_size > 1:
             # Upstream has these attributes in this case only, and never fills the second one.
-            self.model_groups = topology.get_axis_comm_lists("model")
+            self.model_groups: list[list[int]] = topology.get_axis_comm_lists("model")
             self.mp_group: list[int] = []
 
     def _is_grid_valid(self) -> bool:

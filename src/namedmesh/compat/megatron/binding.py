@@ -178,10 +178,10 @@ for _part in ("", ".cross_entropy", ".layers", ".mappings", ".utils"):
 LIBRARY = ParallelStateLibrary(parallel_state, _FALLBACKS)
 # The fallback's own functions know no mesh, so the replacements are the ones that its users call.
 vars(parallel_state).update(LIBRARY.make_replacements(LIBRARY.ours))
-unbind = LIBRARY.unbind
-current_mesh = LIBRARY.current_mesh
+unbind: Callable[[], None] = LIBRARY.unbind
+current_mesh: Callable[[], NamedMesh] = LIBRARY.current_mesh
 install = LIBRARY.install
-uninstall = LIBRARY.uninstall
+uninstall: Callable[[], None] = LIBRARY.uninstall
 
 
 def bind(mesh: NamedMesh, **options: Any) -> BindingContext:

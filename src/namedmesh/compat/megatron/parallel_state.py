@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 _module: Any = sys.modules[__name__]
 
 _fallback = ParallelStateFallback(globals())

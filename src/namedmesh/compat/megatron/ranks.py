@@ -40,7 +40,7 @@ class RankGenerator:
                 f"ep is {ep} and cp is {cp}, but a RankGenerator takes one of them only: cp for "
                 "the dense layers, or ep for the experts"
             )
-        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        self.name_to_size: dict[str, int] = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
         vars(self).update(self.name_to_size)
         tokens = split_order(order.lower(), tuple(self.name_to_size))
         for name, size in self.name_to_size.items():
@@ -49,12 +49,14 @@ class RankGenerator:
                 raise ContractRuntimeError(
                     f"{name} has size {size}, but the order {order!r} does not name it; add {name!r}"
                 )
-        self.order = "-".join(tokens)
+        self.order: str = "-".join(tokens)
         self.rank_offset = rank_offset
-        self.ordered_size = [self.name_to_size[name] for name in tokens]
+        self.ordered_size: list[int] = [self.name_to_size[name] for name in tokens]
         # An order string starts with the fastest axis, a layout with the slowest.
-        self.layout = Layout.from_shape(tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset)
-        self.world_size = self.layout.world_size
+        self.layout: Layout = Layout.from_shape(
+            tokens[::-1], self.ordered_size[::-1], rank_offset=rank_offset
+        )
+        self.world_size: int = self.layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
         """Return, for each name of an order, whether a token such as ``"tp-pp"`` contains it."""

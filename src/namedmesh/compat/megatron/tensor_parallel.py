@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -60,13 +60,13 @@ class _Layer(shared.ParallelLayer):
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         config = arguments["config"]
-        self.params_dtype = getattr(config, "params_dtype", None)
+        self.params_dtype: torch.dtype | None = getattr(config, "params_dtype", None)
         on_cpu = getattr(config, "use_cpu_initialization", False)
-        self.params_device = None if on_cpu else find_accelerator()
+        self.params_device: torch.device | None = None if on_cpu else find_accelerator()
         # As upstream: the full weight is initialized in float32, so that all dtypes round the same
         # values.
-        self.init_dtype = torch.float32
-        self.perform_initialization = getattr(config, "perform_initialization", True)
+        self.init_dtype: torch.dtype = torch.float32
+        self.perform_initialization: bool = getattr(config, "perform_initialization", True)
         if getattr(config, "gradient_accumulation_fusion", False):
             raise ContractRuntimeError(
                 f"{type(self).__name__}: gradient_accumulation_fusion is not supported, because it "
@@ -87,15 +87,15 @@ class _Layer(shared.ParallelLayer):
 class _Linear(_Layer):
     """Base class of the two linear layers: Megatron's parameter attributes, extra state."""
 
-    shape_attributes = ("output_size", "input_size")
+    shape_attributes: ClassVar[tuple[str, str]] = ("output_size", "input_size")
 
     def make_parameters(self, arguments: Mapping[str, Any]) -> None:
         """Make the parameters, with Megatron's attributes."""
         super().make_parameters(arguments)
-        self.sequence_parallel = getattr(self.config, "sequence_parallel", False)
+        self.sequence_parallel: bool = getattr(self.config, "sequence_parallel", False)
         expert_parallel = getattr(self.config, "expert_model_parallel_size", 1) > 1
         # The token dispatcher all-gathers the tokens of experts and reduce-scatters their outputs.
-        self.explicit_expert_comm = self.is_expert and (self.group.size > 1 or expert_parallel)
+        self.explicit_expert_comm: bool = self.is_expert and (self.group.size > 1 or expert_parallel)
         for param in self.parameters(recurse=False):
             # The bias of a row layer is replicated.
             if param is self.weight or self.dim == 0:
@@ -327,7 +327,7 @@ class VocabParallelEmbedding(_Layer, shared.VocabEmbedding):
         tp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(locals())
-        self.deterministic_mode = getattr(config, "deterministic_mode", False)
+        self.deterministic_mode: bool = getattr(config, "deterministic_mode", False)
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, input_: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Program:
         self.files = files
         self.accepted = accepted
         self.modules = modules
-        self.has_virtual = any(file.has_virtual for file in files)
+        self.has_virtual: bool = any(file.has_virtual for file in files)
         self.obstacles: dict[str, str] = {}
         self._uses = list(chain.from_iterable(file.uses for file in files))
         for api in APIS:

@@ -157,7 +157,7 @@ def load_hardware(name: str) -> Hardware:
     """Return the hardware of a name, or read it from a file.
 
     Args:
-        name: a name of :data:`CARDS`, or a path that ends in ``.json``, with the attributes of
+        name: a name of ``CARDS``, or a path that ends in ``.json``, with the attributes of
             :class:`Hardware`.
 
     Raises:
