@@ -26,6 +26,7 @@ collect_ignore = ["support/old_llama.py"]
 # while one worker waits, two compute, and none is left with a long file in the end.
 LONGEST = (
     "test_two_hosts",
+    "test_elastic",
     "test_training_pipeline",
     "test_example",
     "test_tp_sweep",
