@@ -265,6 +265,7 @@ def _agent(rendezvous: str, port: int) -> dict[int, float]:
     return results
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_job_over_two_hosts(hosts: Hosts) -> None:
     worlds = [lambda: _agent("static", 29521), lambda: _agent("c10d", 29522)]
     for first, second in hosts.run_worlds(worlds, timeout=90):

@@ -62,7 +62,7 @@ PACKAGES = {
     "share_accelerate.py": "accelerate",
 }
 # Scripts of many ranks or seconds, whose features have tests of their own on fewer ranks.
-SLOW = {"hsdp_tp.py", "pretrain.py", "published.py"}
+SLOW = {"hsdp_tp.py", "pretrain.py", "published.py", "rl.py", "checkpoints.py"}
 # What other packages print about themselves.
 NOT_OURS = re.compile(r"^(\[\d{4}-|\{'train_runtime|DeepSpeed |> initializing )")
 

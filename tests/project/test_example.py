@@ -73,7 +73,8 @@ def assert_losses(settings: Settings, expected: list[float], ranks: int, *layout
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
     [
-        (4, [{"tp": 2, "microbatches": 2}, {"cp": 2, "microbatches": 2}]),
+        (4, [{"cp": 2, "tp": 2, "microbatches": 2}]),
+        pytest.param(4, [{"tp": 2, "microbatches": 2}, {"cp": 2, "microbatches": 2}], marks=pytest.mark.slow),
         pytest.param(8, [{"pp": 2, "cp": 2, "tp": 2}], marks=pytest.mark.slow),
         pytest.param(8, [{"pp": 2, "tp": 2, "microbatches": 4}], marks=pytest.mark.slow),
     ],
@@ -85,11 +86,14 @@ def test_losses_are_those_of_one_process(
     assert_losses(TINY, reference, ranks, *layouts)
 
 
-def test_a_checkpoint_goes_on_in_other_layouts(tmp_path: Path, reference: list[float]) -> None:
+@pytest.mark.parametrize("tp_sizes", [(2,), pytest.param((4, 1), marks=pytest.mark.slow)])
+def test_a_checkpoint_goes_on_in_other_layouts(
+    tp_sizes: tuple[int, ...], tmp_path: Path, reference: list[float]
+) -> None:
     first = replace(TINY, checkpoint=str(tmp_path / "first"), save_every=2, evaluate_every=1)
     assert_losses(first, reference, 4, {"pp": 2, "tp": 2})
     assert sorted(path.name for path in (tmp_path / "first").iterdir()) == ["step-000002", "step-000004"]
-    for tp in (4, 1):
+    for tp in tp_sizes:
         where = tmp_path / str(tp)
         shutil.copytree(tmp_path / "first" / "step-000002", where / "step-000002")
         assert_losses(replace(TINY, checkpoint=str(where)), reference[2:], tp, {"tp": tp})

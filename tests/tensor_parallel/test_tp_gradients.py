@@ -285,12 +285,6 @@ def run_with_different_samples() -> dict[str, bool]:  # noqa: C901  one function
         plan = {name: style for name, style in make_llama_plan().items() if name != "tok_embeddings"}
         step(parallelize(Llama(layers=1), make_tp_mesh(), plan), ids)
 
-    def compile_layers() -> None:
-        model = make_llama()
-        for layer in model.layers:
-            layer.compile(backend="aot_eager", fullgraph=True)
-        step(model, ids)
-
     def assign_grads() -> None:
         model = make_llama()
         params = list(model.parameters())
@@ -324,7 +318,6 @@ def run_with_different_samples() -> dict[str, bool]:  # noqa: C901  one function
         "copy": raises_error(lambda: copy_after(0), name),
         "copy after a forward": raises_error(lambda: copy_after(1), name),
         "copy after three forwards": raises_error(lambda: copy_after(3), name),
-        "compiled layers": raises_error(compile_layers, name),
         "assigned gradients": raises_error(assign_grads, name),
         "replicated embedding": raises_error(use_replicated_embedding, "layers.0.attention.wq"),
         "features": raises_error(lambda: train_mlp(random_tensor(2, 8, seed=rank).float()), "up"),
@@ -340,6 +333,20 @@ def run_with_different_samples() -> dict[str, bool]:  # noqa: C901  one function
 def test_ranks_with_different_samples_raise() -> None:
     for results in run_ranks(2, run_with_different_samples):
         assert all(results.values()), results
+
+
+def run_compiled_layers_with_different_samples() -> bool:
+    model = parallelize(Llama(layers=1), make_tp_mesh(), make_llama_plan())
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    ids = torch.arange(16).view(2, 8) + dist.get_rank()
+    return raises_error(lambda: step(model, ids), "tok_embeddings")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_ranks_with_different_samples_raise_in_compiled_code() -> None:
+    assert run_ranks(2, run_compiled_layers_with_different_samples) == [True] * 2
 
 
 def train_with_ddp() -> dict[str, float]:

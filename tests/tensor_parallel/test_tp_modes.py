@@ -174,7 +174,7 @@ def compare_cases(mode: str, names: Iterable[str] = CASES) -> dict[str, float]:
         ("copied", SOME_CASES),
         ("checkpointed", SOME_CASES),
         ("checkpointed selectively", SOME_CASES),
-        ("compiled", ("sequence",)),
+        ("compiled", ("mlp",)),
         *(pytest.param(mode, tuple(CASES), marks=pytest.mark.slow) for mode in MODES if mode != "eager"),
     ],
 )

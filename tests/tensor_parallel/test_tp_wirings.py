@@ -35,8 +35,8 @@ from namedmesh.tensor_parallel import (
 )
 
 DIM, HIDDEN, HEAD = 8, 16, 4
-PARTS = 8
-MODULES_PER_PART = 25
+PARTS = 12
+MODULES_PER_PART = 17
 # torch's errors if a module mixes plain tensors and DTensors, or writes into an output of its
 # styles.
 TORCHS_ERRORS = (

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WIDTH, LAYERS = 4, 4
+TENSOR_PARALLEL: checks.Job = ({"pp": 1, "dp": 1, "tp": 2}, "GPipe", 3, {})
 # The settings of each run, and by world size the layouts through which it resumes.
 RUNS: dict[str, tuple[train.Settings, dict[int, list[checks.Job]]]] = {
-    "dense": (replace(checks.SETTINGS, dim=32), {4: checks.ON_FOUR[2:3], 2: checks.ON_TWO}),
+    "dense": (replace(checks.SETTINGS, dim=32), {2: [TENSOR_PARALLEL, *checks.ON_TWO]}),
     "dense, every layout": (checks.SETTINGS, {4: checks.ON_FOUR, 8: checks.ON_EIGHT}),
     "experts, every layout": (checks.WITH_EXPERTS, {4: checks.EXPERTS_ON_FOUR, 8: checks.EXPERTS_ON_EIGHT}),
     "compiled": (checks.SETTINGS, {2: [({"pp": 1, "dp": 1, "cp": 2, "tp": 1}, "1F1B", 3, {})]}),
