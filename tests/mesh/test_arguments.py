@@ -139,7 +139,12 @@ def test_a_wrong_mesh_argument_is_reported_with_the_function() -> None:
             text = f"losses must be a tensor or an iterable of tensors, got {losses}; ..."
             with pytest.raises(TrainingError, match=match_message(text)):
                 training.mean_loss(losses, mesh)  # type: ignore[arg-type]
-        with pytest.raises(AxisError, match=match_message("axis 'tp' is not one of ('dp',)")):
+        with pytest.raises(
+            AxisError,
+            match=match_message(
+                "axis 'tp' is not one of ('dp',); if the mesh needs no such axis, make it with tp=1"
+            ),
+        ):
             namedmesh.parallelize(Mlp(), mesh, PLAN)
         with pytest.raises(
             MeshError, match=match_message("mesh of seed_all must be the NamedMesh, ... got 0; ...")

@@ -80,7 +80,7 @@ class Communicator:
         """
         group = self.reference()
         if group is None:
-            raise MeshError(f"The process group over {self.label} was destroyed. Make another mesh.")
+            raise MeshError(f"the process group over {self.label} was destroyed; make another mesh")
         return group
 
     def exists(self) -> bool:

@@ -14,7 +14,7 @@ from namedmesh._errors import AxisError, LayoutError, format_items
 from namedmesh._torch.execution import disable_dispatch_modes
 from namedmesh._torch.groups import own_group_requests
 from namedmesh._torch.meshes import concatenate_meshes, flatten_mesh
-from namedmesh.layout.axes import DATA_PARTS
+from namedmesh.layout.axes import DATA_PARTS, DENSE_AXES
 from namedmesh.layout.layout import Layout, make_partition_key
 from namedmesh.layout.sizes import format_axes, quote_axes, suggest_axis
 from namedmesh.mesh.groups import Groups
@@ -264,4 +264,6 @@ def _format_unknown_axis(axis: str, allowed: tuple[str, ...]) -> str:
     problem = f"axis {axis!r} is not one of {allowed}{suggest_axis(axis, allowed)}"
     if axis == "dp" and set(DATA_PARTS) <= set(allowed):
         problem += f', or call mesh.flatten({quote_axes(DATA_PARTS)}, name="dp") once, on every rank'
+    elif axis in DENSE_AXES:
+        problem += f"; if the mesh needs no such axis, make it with {axis}=1"
     return problem
