@@ -52,7 +52,8 @@ class Plain(nn.Module):
 def log_probs(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the log-probability of each token after the first."""
     all_tokens = model(ids[:, :-1]).log_softmax(-1)
-    return all_tokens.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    chosen: Tensor = all_tokens.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return chosen
 
 
 def run_in_one_process() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
