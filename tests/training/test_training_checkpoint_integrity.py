@@ -287,6 +287,7 @@ class WithExtraState(nn.Linear):
         self.extra = state
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_object_that_would_run_code_is_named_and_can_be_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
