@@ -66,7 +66,7 @@ for step in range(int(sys.argv[1])):
         penalty = drift.exp() - drift - 1  # estimates the KL divergence from the reference
         loss = training.normalize_loss((0.02 * penalty - gain).sum(), tokens, mesh)
         loss.backward()
-        training.clip_grad_norm_(policy.parameters(), 1.0, mesh)
+        training.clip_grad_norm_(policy.parameters(), 0.05, mesh)
         optimizer.step()
         optimizer.zero_grad()
     mean = training.mean_loss(loss, mesh)

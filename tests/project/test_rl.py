@@ -52,7 +52,8 @@ class Plain(nn.Module):
 def log_probs(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the log-probability of each token after the first."""
     all_tokens = model(ids[:, :-1]).log_softmax(-1)
-    return all_tokens.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    chosen: Tensor = all_tokens.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return chosen
 
 
 def run_in_one_process() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -82,7 +83,7 @@ def run_in_one_process() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             clipped = torch.where(advantage > 0, ratio.clamp(max=1.2), ratio.clamp(min=0.8))
             loss = (0.02 * (torch.exp(fixed - new) - (fixed - new) - 1) - clipped * advantage).mean()
             loss.backward()
-            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(policy.parameters(), 0.05)
             optimizer.step()
             optimizer.zero_grad()
     return ids, loss.detach(), {name: param.detach() for name, param in policy.named_parameters()}

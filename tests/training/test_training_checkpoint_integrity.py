@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint_checks import DISK_FULL, INTERRUPTED, distinct_values, list_files, make_constant_job
 from messages import error_of
 from torch import nn
@@ -271,6 +272,37 @@ def test_loading_runs_no_code_from_a_file(tmp_path: Path, monkeypatch: pytest.Mo
         rewrite_metadata(path, change)
         for load in list_loads(path, model):
             assert error_of(load).startswith(("CheckpointError: ", "CorruptedError: ")), name
+    assert not (tmp_path / "harm").exists()
+
+
+class WithExtraState(nn.Linear):
+    """A module with an extra state."""
+
+    extra: Any = "kept"
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_object_that_would_run_code_is_named_and_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HARM", str(tmp_path / "harm"))
+    saved, loaded = WithExtraState(1, 1), WithExtraState(1, 1)
+    saved.extra = RunsCode()
+    dcp.save(dict(saved.state_dict()), checkpoint_id=tmp_path / "foreign", no_dist=True)
+    assert error_of(lambda: training.load(tmp_path / "foreign", None, loaded)) == (
+        "CheckpointError: '_extra_state' is not plain data, and to read it would run code that the file names; "
+        "leave it out with select"
+    )
+    assert not torch.equal(loaded.weight, saved.weight)
+    training.load(tmp_path / "foreign", None, loaded, select=lambda name: "extra" not in name)
+    assert torch.equal(loaded.weight, saved.weight)
+    assert loaded.extra == "kept"
     assert not (tmp_path / "harm").exists()
 
 

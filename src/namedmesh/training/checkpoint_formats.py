@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -117,8 +118,15 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Read an object that is not a tensor."""
-        loaded = torch.load(value, weights_only=True, map_location="cpu")
-        self.state_dict[read_item.dest_index.fqn] = loaded
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, weights_only=True, map_location="cpu")
+        except pickle.UnpicklingError as error:
+            # torch's message advises to set weights_only=False, which runs the code.
+            raise CheckpointError(
+                f"{name.removeprefix('model.')!r} is not plain data, and to read it would run code "
+                "that the file names; leave it out with select"
+            ) from error
 
 
 def read_checkpoint(path: Path, names: Collection[str]) -> Checkpoint:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh._errors import CheckpointError
@@ -393,10 +394,13 @@ class Matching:
 
         Raises:
             CorruptedError: a file is missing, or failed its checksum.
-            CheckpointError: two weights that are tied here differ.
+            CheckpointError: two weights that are tied here differ, or an object is not plain data.
         """
         self._plan = self._checkpoint.plan_reads(self._targets, self._sources)
         self._checkpoint.check(self._plan, progress)
+        # Objects that cannot be read stop the load here, before a tensor of the model is changed.
+        objects = [item for item in self._plan.items if item.type == LoadItemType.BYTE_IO]
+        self._checkpoint.read(dcp.LoadPlan(objects), self._targets)
         problems = []
         entries = self._checkpoint.entries
         for alias, name in self._here.aliases.items():
