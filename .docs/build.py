@@ -34,7 +34,7 @@ MODULES = (
     "namedmesh.compat.process_groups",
 )
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)")
-TOCTREE = "\n```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n"
+TOCTREE = "\n```{{toctree}}\n:hidden:\n:titlesonly:\n:caption: {}\n\n{}\n```\n"
 
 
 def public_names(module: str) -> dict[str, object]:
