@@ -34,7 +34,8 @@ MODULES = (
     "namedmesh.compat.process_groups",
 )
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)")
-TOCTREE = "\n```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n"
+BLOCK = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+TOCTREE = "\n```{{toctree}}\n:hidden:\n:titlesonly:\n:caption: {}\n\n{}\n```\n"
 
 
 def public_names(module: str) -> dict[str, object]:
@@ -65,10 +66,10 @@ def convert_page(path: str, text: str) -> str:
         target = find_site_path(normpath(join(dirname(path), link[1])))
         return f"]({relpath(target, dirname(find_site_path(path)))}"
 
+    parts = BLOCK.split(text)
+    parts[::2] = [LINK.sub(convert_link, part) for part in parts[::2]]  # the others are blocks of code
     block = r"```{code-block} \2\n:caption: \1\n"
-    return re.sub(
-        r"^<!-- file: (\S+) -->\n```(\w+)$", block, LINK.sub(convert_link, text), flags=re.MULTILINE
-    )
+    return re.sub(r"^<!-- file: (\S+) -->\n```(\w+)$", block, "".join(parts), flags=re.MULTILINE)
 
 
 def list_sections() -> dict[str, list[str]]:
@@ -114,7 +115,7 @@ def collect_pages(folder: Path) -> None:
     for page in pages:
         text = read(page)
         sources[find_site_path(page)] = convert_page(page, text)
-        for link in LINK.findall(text):
+        for link in LINK.findall(BLOCK.sub("", text)):
             path = normpath(join(dirname(page), link))
             if path not in pages:
                 source = read(path)

@@ -18,7 +18,7 @@ autodoc_default_options = {
     "members": True,
     "imported-members": True,
     # What a class inherits from these is not shown.
-    "inherited-members": "ImportError, KeyError, RuntimeError, ValueError, Future, Module, ParallelStyle, dict, tuple",
+    "inherited-members": "BaseException, ImportError, Future, Module, dict, tuple",
 }
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 88
