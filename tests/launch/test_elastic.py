@@ -84,7 +84,9 @@ def _run_host(directory: Path, port: int) -> int | None:
 
 def _results(directory: Path) -> tuple[list[tuple[str, str, float]], torch.Tensor]:
     """Return step, layout and loss of each line that was printed, and the weights of the last checkpoint."""
-    lines = re.findall(r"step (\d+) in (\S+) .* loss (\S+)", (directory / "printed").read_text(encoding="utf-8"))
+    lines = re.findall(
+        r"step (\d+) in (\S+) .* loss (\S+)", (directory / "printed").read_text(encoding="utf-8")
+    )
     model = Sequential(Linear(16, 64), GELU(), Linear(64, 16))
     training.load(directory / "checkpoints" / f"step-{STEPS:06}", None, model)
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
