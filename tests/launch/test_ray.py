@@ -28,7 +28,16 @@ SETTINGS = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
-OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# Variables of the ranks of tests, which a user's shell does not have.
+OF_TORCHRUN = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+}
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -47,7 +56,7 @@ def _run_job(source: str) -> tuple[int, str, str, list[int]]:
         with out.open("w") as stdout, err.open("w") as stderr:
             job = subprocess.Popen([sys.executable, str(script)], stdout=stdout, stderr=stderr, env=variables)
         try:
-            status = job.wait(timeout=240)
+            status = job.wait(timeout=120)
             left = _wait_for_children(timeout=20)
         finally:
             while children := _children():  # those of a process come to this one when it has ended
@@ -73,7 +82,7 @@ def _children() -> list[int]:
 @pytest.mark.oracle("ray")
 def test_a_mesh_uses_the_default_group_of_ray_train() -> None:
     (source,) = find_blocks("python", "run: ray")
-    ((status, printed, errors, left),) = run_ranks(1, _run_job, source, init=False, timeout=280)
+    ((status, printed, errors, left),) = run_ranks(1, _run_job, source, init=False, timeout=160)
     assert status == 0, errors
     assert printed == "dp=1 x tp=2 (2 ranks), 2 ranks in the tp group\n"
     assert left == []
