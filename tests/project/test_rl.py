@@ -19,7 +19,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh.tensor_parallel import sample
 
-STEPS = 3
+STEPS = 2
 
 
 def run_example() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
