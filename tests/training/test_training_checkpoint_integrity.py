@@ -297,7 +297,7 @@ def test_an_object_that_would_run_code_is_named_and_can_be_left_out(
     dcp.save(dict(saved.state_dict()), checkpoint_id=tmp_path / "foreign", no_dist=True)
     assert error_of(lambda: training.load(tmp_path / "foreign", None, loaded)) == (
         "CheckpointError: '_extra_state' is not plain data, and to read it would run code that the file names; "
-        "leave it out with select"
+        "omit it with select"
     )
     assert not torch.equal(loaded.weight, saved.weight)
     training.load(tmp_path / "foreign", None, loaded, select=lambda name: "extra" not in name)

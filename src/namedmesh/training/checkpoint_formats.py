@@ -125,7 +125,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
             # torch's message advises to set weights_only=False, which runs the code.
             raise CheckpointError(
                 f"{name.removeprefix('model.')!r} is not plain data, and to read it would run code "
-                "that the file names; leave it out with select"
+                "that the file names; omit it with select"
             ) from error
 
 
