@@ -88,7 +88,7 @@ def _launch(directory: Path, port: int, event: Callable[[Path], None] | None, *,
 def _run_host(directory: Path, port: int, *, joins: bool) -> int | None:
     """Run the agent of a host in a process of its own, and return its exit status."""
     is_first = os.environ["RANK"] == "0"
-    event = None
+    event: Callable[[Path], None] | None = None
     if joins and is_first:
         event = _wait_for_host
     elif not joins and not is_first:
