@@ -41,7 +41,7 @@ OF_TORCHRUN = {
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def _run_job(source: str) -> tuple[int, str, str, list[int]]:
+def _run_job(source: str) -> tuple[int | None, str, str, list[int]]:
     """Run a job in an interpreter; return its status, its output, its errors, and the processes that outlive it."""
     # Ray's processes become children of this one when their parents end.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -56,8 +56,10 @@ def _run_job(source: str) -> tuple[int, str, str, list[int]]:
         with out.open("w") as stdout, err.open("w") as stderr:
             job = subprocess.Popen([sys.executable, str(script)], stdout=stdout, stderr=stderr, env=variables)
         try:
-            status = job.wait(timeout=120)
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(timeout=200)
             left = _wait_for_children(timeout=20)
+            status = job.returncode
         finally:
             while children := _children():  # those of a process come to this one when it has ended
                 os.kill(children[0], signal.SIGKILL)
@@ -82,7 +84,7 @@ def _children() -> list[int]:
 @pytest.mark.oracle("ray")
 def test_a_mesh_uses_the_default_group_of_ray_train() -> None:
     (source,) = find_blocks("python", "run: ray")
-    ((status, printed, errors, left),) = run_ranks(1, _run_job, source, init=False, timeout=160)
+    ((status, printed, errors, left),) = run_ranks(1, _run_job, source, init=False, timeout=260)
     assert status == 0, errors
     assert printed == "dp=1 x tp=2 (2 ranks), 2 ranks in the tp group\n"
     assert left == []
