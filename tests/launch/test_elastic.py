@@ -78,8 +78,8 @@ def _launch(directory: Path, port: int, event: Callable[[Path], None] | None, *,
         rdzv_configs={
             "is_host": is_first,  # without this host there is no rendezvous
             "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 3,
-            "last_call_timeout": 3,
+            "keep_alive_max_attempt": 5,
+            "last_call_timeout": 10,  # both hosts start, also on a busy machine
         },
     )
     elastic_launch(settings, _train)(directory, event)

@@ -1,4 +1,4 @@
-"""Process groups: the store of the default one, requests for groups, and a mode that sees collectives."""
+"""Process groups: their store, requests for them, and a mode that sees collectives."""
 
 from __future__ import annotations
 

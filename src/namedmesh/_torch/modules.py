@@ -1,4 +1,4 @@
-"""Modules under DDP and FSDP2; attention, random numbers, gradient scaling and checkpoints."""
+"""Modules under DDP and FSDP2; attention, random numbers, scaling and checkpoints."""
 
 from __future__ import annotations
 
