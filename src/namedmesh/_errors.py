@@ -83,10 +83,6 @@ class LaunchError(NamedMeshError, RuntimeError):
     """The environment of this process does not describe a job, or a device does not exist."""
 
 
-class MissingExtraError(NamedMeshError, ImportError):
-    """An optional package is not installed. The message has the extra that installs it."""
-
-
 class PlanError(NamedMeshError, ValueError):
     """A tensor-parallel plan does not fit the model."""
 

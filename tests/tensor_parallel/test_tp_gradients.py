@@ -336,7 +336,7 @@ def test_ranks_with_different_samples_raise() -> None:
 
 
 def run_compiled_layers_with_different_samples() -> bool:
-    model = parallelize(Llama(layers=1), make_tp_mesh(), make_llama_plan())
+    model: Any = parallelize(Llama(layers=1), make_tp_mesh(), make_llama_plan())
     for layer in model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     ids = torch.arange(16).view(2, 8) + dist.get_rank()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +34,7 @@ from namedmesh.launch.coordinator import (
     format_missing,
     get_default_coordinator,
     get_values,
+    wait_for_readers,
     wait_for_value,
 )
 
@@ -47,9 +47,6 @@ _STORE_TIMEOUT = timedelta(seconds=15)
 _SUCCESS = "ok"
 # A rank that differs from the first one counts itself as arrived with this number besides.
 _DIFFERENT = 1 << 32
-# How long the process that hosts the store stays alive after a failure, so that the other ranks can
-# read the result.
-_RESULT_GRACE_SECONDS = 10.0
 
 T = TypeVar("T")
 
@@ -203,7 +200,7 @@ class _CoordinatedCall:
             return []
         problems = self._exchange_records(record, is_reporter=result == report)
         coordinator.publish_prefix()
-        self._wait_for_readers()
+        wait_for_readers(store, self.rank, lambda: store.add("arrived", 0) % _DIFFERENT)
         return problems
 
     def _is_equal(self, record: _Record) -> bool:
@@ -265,21 +262,6 @@ class _CoordinatedCall:
             rank = int(key.removeprefix("record/"))
             records[rank] = _Record(*json.loads(text))
         return records
-
-    def _wait_for_readers(self) -> None:
-        """Wait until the other ranks have read the result, if this process hosts the store.
-
-        The process is about to exit, and the store ends with it. torchrun's agent hosts the store
-        itself.
-        """
-        self.store.add("num_readers", 1)
-        if self.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return
-        deadline = time.monotonic() + _RESULT_GRACE_SECONDS
-        while time.monotonic() < deadline:
-            if self.store.add("num_readers", 0) >= self.store.add("arrived", 0) % _DIFFERENT:
-                return
-            time.sleep(0.05)
 
     def _run_in_thread(self, timeout: timedelta, exchange: Callable[[], list[str]]) -> None:
         """Run an exchange in a thread, and raise its problems.

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -196,12 +196,7 @@ def exchange_values(name: str, value: Any, missing: Any = None, *, timeout: time
     for part in split_keys(keys):
         found += _wait_for_keys(store, part, deadline)
     texts = dict(zip(found, get_values(store, found), strict=True))
-    # This process may host the store, which must live until the others have read the values.
-    store.add("num_readers", 1)
-    while rank == 0 and store.add("num_readers", 0) < len(found):
-        if time.monotonic() > deadline + _READER_GRACE_SECONDS:
-            break
-        time.sleep(_LONGEST_POLL_SECONDS)
+    wait_for_readers(store, rank, lambda: len(found))
     return [json.loads(texts[key]) if key in texts else missing for key in keys]
 
 
@@ -248,6 +243,25 @@ def wait_for_value(store: Any, key: str, timeout: timedelta) -> str:
         store.wait([key], timeout)
     value: bytes = store.get(key)
     return value.decode()
+
+
+def wait_for_readers(store: dist.Store, rank: int, count_expected: Callable[[], int]) -> None:
+    """Count this rank as a reader, and wait for the other readers if this process hosts the store.
+
+    The process is about to exit, and the store ends with it. torchrun's agent hosts the store
+    itself.
+
+    Args:
+        store: the store, whose values this rank has read.
+        rank: the global rank. Rank 0 hosts the store.
+        count_expected: returns the number of ranks that will read.
+    """
+    store.add("num_readers", 1)
+    if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    deadline = time.monotonic() + _READER_GRACE_SECONDS
+    while time.monotonic() < deadline and store.add("num_readers", 0) < count_expected():
+        time.sleep(_LONGEST_POLL_SECONDS)
 
 
 def _wait_for_keys(store: dist.Store, keys: Sequence[str], deadline: float) -> list[str]:
