@@ -164,9 +164,14 @@ def test_the_slowest_group_and_rank_are_reported() -> None:
 
 
 def _report(*words: str) -> tuple[int, str]:
-    """Print the report of a job that Slurm started, without starting it."""
+    """Print the report of a job that Slurm started, without starting it, in a build for CUDA without a device."""
+
+    def name_without_device(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
     os.environ.update(SLURM_STEP_ID="0", NCCL_DEBUG="INFO", NCCL_IB_HCA="mlx5", WANDB_API_KEY="secret")
-    return run_doctor("--report", *words)
+    with mock.patch.object(torch.accelerator, "current_accelerator", name_without_device):
+        return run_doctor("--report", *words)
 
 
 def test_the_report_for_an_issue_waits_for_nobody_and_has_no_secrets() -> None:

@@ -204,7 +204,8 @@ def _format_report(spec: str, sizes: Mapping[str, Any]) -> str:
     for release in TESTED_RELEASES.values():
         with contextlib.suppress(metadata.PackageNotFoundError):
             lines.append(f"{release.package} {metadata.version(release.package)}")
-    accelerator = torch.accelerator.current_accelerator()
+    # A build for CUDA names the accelerator also without a device or a driver, as on a login node.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
         lines.append(f"{module.device_count()} x {module.get_device_name()}, CUDA {torch.version.cuda}")
