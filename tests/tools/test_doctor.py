@@ -10,6 +10,7 @@ from functools import partial
 from importlib import metadata
 from threading import Event
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch

@@ -60,7 +60,12 @@ def test_sections_are_reported_in_a_line_each_and_leave_no_process(tmp_path: Pat
 
 @pytest.mark.slow
 def test_every_section_passes_or_needs_a_gpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--output", str(tmp_path / "gpu.json")]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu_check.py"),
+        "--output",
+        str(tmp_path / "gpu.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith(", 0 FAIL")
