@@ -63,8 +63,8 @@ def test_init_mesh_warns_once_about_an_old_torch() -> None:
     )
     printed = run_python(environment + INIT_TWICE.format(version="2.11.0+cu130"))
     assert printed == (
-        "<string> namedmesh is tested with torch 2.12 to 2.15, and 2.11.0+cu130 is installed; if something "
-        "fails, install a tested release\n"
+        f"<string> namedmesh is tested with {TESTED_RELEASES['torch']}, and 2.11.0+cu130 is installed; if "
+        "something fails, install a tested release\n"
     )
     # Users of nightly builds know that they are ahead.
     assert run_python(environment + INIT_TWICE.format(version="2.16.0.dev1")) == ""
@@ -107,7 +107,10 @@ def test_the_tested_releases_are_those_of_the_test_runs() -> None:
         tested = TESTED_RELEASES[module]
         version = Version(pinned[tested.package.lower()])
         assert Version(tested.oldest) <= version
-        assert version.release[: len(Version(tested.newest).release)] <= Version(tested.newest).release
-    oldest, *_, newest = (".".join(release.split(".")[:2]) for release in matrix.RELEASES)
-    assert (oldest, newest) == (TESTED_RELEASES["torch"].oldest, TESTED_RELEASES["torch"].newest)
+        newest = Version(tested.newest).release
+        is_older = version.release[: len(newest)] < newest
+        # The newest megatron-core is not installable on the oldest Python: .ci/run unpacks it.
+        assert version.release[: len(newest)] == newest or (is_older and module == "megatron.core")
+    oldest, *_, newest_torch = (".".join(release.split(".")[:2]) for release in matrix.RELEASES)
+    assert (oldest, newest_torch) == (TESTED_RELEASES["torch"].oldest, TESTED_RELEASES["torch"].newest)
     assert f'"torch>={oldest}"' in project

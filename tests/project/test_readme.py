@@ -100,6 +100,8 @@ def test_the_tested_releases_are_the_real_ones() -> None:
     pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     assert f"| {pythons[0]} to {pythons[-1]} |" in table
     assert f"Python {pythons[0]} or newer, {torch_releases}, " in find_section("Install")
+    quickstart = (ROOT / "examples/guide/quickstart.md").read_text(encoding="utf-8")
+    assert f"Python {pythons[0]} or newer, and {torch_releases}." in quickstart
 
 
 def test_every_feature_and_every_kind_of_existing_code_has_a_page() -> None:
