@@ -246,7 +246,7 @@ def wait_for_value(store: Any, key: str, timeout: timedelta) -> str:
 
 
 def wait_for_readers(store: dist.Store, rank: int, count_expected: Callable[[], int]) -> None:
-    """Count this rank as a reader, and wait for the other readers if this process hosts the store.
+    """Count this rank as a reader, and let the host of the store wait for the others.
 
     The process is about to exit, and the store ends with it. torchrun's agent hosts the store
     itself.
