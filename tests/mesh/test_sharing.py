@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from legacy import original
 from messages import error_of
-from ranks import fake_world, live_groups, run_ranks, summed
+from ranks import TORCH, fake_world, live_groups, run_ranks, summed
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed import new_group as imported_before
 from torch.distributed.device_mesh import init_device_mesh
@@ -88,8 +88,9 @@ def test_split_group_of_the_world_returns_the_groups_of_the_mesh() -> None:
                 assert c10d.split_group(split_ranks=pairs) is mesh.group("tp")
                 first = c10d.split_group(None, pairs[:1])
                 assert first is (mesh.group("tp") if rank == 0 else None)
-                with pytest.raises(RuntimeError, match="not safe to split"):  # torch's own, without a device
-                    c10d.split_group(split_ranks=[[0, 3], [1, 2]])
+                if TORCH.release < (2, 15):  # torch's own error, without a device
+                    with pytest.raises(RuntimeError, match="not safe to split"):
+                        c10d.split_group(split_ranks=[[0, 3], [1, 2]])
             mesh.close()
 
 
@@ -114,7 +115,9 @@ def _ask_with_options() -> dict[str, Any]:
             for name, arguments in OWN.items():
                 group = ask(pairs, **arguments)
                 found[name] = group is not mesh.group("tp") and summed(group) == 2
-            if dist.get_rank() in {0, 1}:
+            # From torch 2.14 on, every group that only some ranks make changes the names of later groups: plain torch
+            # hangs in the next one.
+            if dist.get_rank() in {0, 1} and TORCH.release < (2, 14):
                 local = dist.new_group([0, 1], use_local_synchronization=True)
                 assert local is not mesh.group("tp")
             unsorted = dist.new_group([1, 0, 3, 2], sort_ranks=False)
