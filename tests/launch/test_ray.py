@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from pages import find_blocks
-from ranks import run_ranks
+from ranks import TORCHRUN_VARIABLES, run_ranks
 
 import namedmesh
 
@@ -28,16 +28,6 @@ SETTINGS = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
-# Variables of the ranks of tests, which a user's shell does not have.
-OF_TORCHRUN = {
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-}
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -45,7 +35,9 @@ def _run_job(source: str) -> tuple[int | None, str, str, list[int]]:
     """Run a job in an interpreter; return its status, its output, its errors, and the processes that outlive it."""
     # Ray's processes become children of this one when their parents end.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    variables = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN} | SETTINGS
+    variables = {
+        name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES
+    } | SETTINGS
     variables["PYTHONPATH"] = str(Path(namedmesh.__file__).parents[1])
     # A short path, since those of Ray's sockets may have about a hundred characters.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:

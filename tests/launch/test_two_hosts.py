@@ -18,7 +18,7 @@ import tiny
 import torch.distributed as dist
 import two_hosts
 from messages import error_of
-from ranks import summed
+from ranks import TORCHRUN_VARIABLES, summed
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -191,14 +191,7 @@ def test_what_launchers_set_is_understood_on_two_hosts(hosts: Hosts, tmp_path: P
 
         def function() -> float:
             rank = os.environ["RANK"]
-            for name in (
-                "RANK",
-                "WORLD_SIZE",
-                "LOCAL_RANK",
-                "LOCAL_WORLD_SIZE",
-                "MASTER_ADDR",
-                "MASTER_PORT",
-            ):
+            for name in TORCHRUN_VARIABLES:
                 del os.environ[name]
             os.environ.update({name: value.replace("R", rank) for name, value in variables.items()})
             return _reduced()

@@ -55,6 +55,17 @@ with warnings.catch_warnings():
 # torch's store asks for the name of each address that it connects to, and waits 5 s where a name server's answer is lost.
 os.environ["RES_OPTIONS"] = "timeout:1"
 
+# What torchrun sets, and so does run_ranks. A user's shell, and the ranks of other launchers, do not have it.
+TORCHRUN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+
 T = TypeVar("T")
 
 TORCH = Version(torch.__version__)

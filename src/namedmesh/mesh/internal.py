@@ -5,6 +5,8 @@ these functions, so that a mesh shows its users nothing else. Every function wit
 checks it here.
 """
 
+# ruff: noqa: SLF001  # the one module that uses private attributes of a mesh on behalf of others
+
 from __future__ import annotations
 
 import os
@@ -20,7 +22,8 @@ from namedmesh.mesh.accessors import MeshAccessors
 from namedmesh.mesh.groups import Groups
 from namedmesh.mesh.mesh import NamedMesh
 
-# ruff: noqa: SLF001  # the one module that uses private attributes of a mesh on behalf of others
+AxisMesh: TypeAlias = NamedMesh | DeviceMesh
+"""A NamedMesh, whose usual axis is used, or a torch mesh of one axis."""
 
 
 def get_groups(mesh: MeshAccessors) -> Groups:
@@ -50,10 +53,6 @@ def agree_on_call(mesh: NamedMesh, call: str) -> AbstractContextManager[Callable
         AgreementError: the other ranks did not make the call, or not with the same request.
     """
     return mesh._agree_on(call)
-
-
-AxisMesh: TypeAlias = NamedMesh | DeviceMesh
-"""A NamedMesh, whose usual axis is used, or a torch mesh of one axis."""
 
 
 def get_axis_mesh(mesh: object, axis: str, call: str) -> DeviceMesh:
