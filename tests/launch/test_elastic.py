@@ -60,7 +60,9 @@ def _train(directory: Path, event: Callable[[Path], None] | None = None) -> None
         runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
-def _launch(directory: Path, port: int, event: Callable[[Path], None] | None, *, is_first: bool) -> None:
+def _launch(
+    directory: Path, port: int, event: Callable[[Path], None] | None, *, is_first: bool, joins: bool
+) -> None:
     """Do what torchrun does on one host: ``--nnodes 1:2 --max-restarts 1``, with a forked worker."""
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
         del os.environ[name]
@@ -78,7 +80,8 @@ def _launch(directory: Path, port: int, event: Callable[[Path], None] | None, *,
         rdzv_configs={
             "is_host": is_first,  # without this host there is no rendezvous
             "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 5,
+            # After these seconds without a sign a host counts as lost. Where none is, a busy machine must not look like it.
+            "keep_alive_max_attempt": 60 if joins else 5,
             "last_call_timeout": 10,  # both hosts start, also on a busy machine
         },
     )
@@ -98,7 +101,7 @@ def _run_host(directory: Path, port: int, *, joins: bool) -> int | None:
         while not is_first and not (directory / "joins").exists():
             time.sleep(0.02)
     agent = multiprocessing.get_context("fork").Process(
-        target=_launch, args=(directory, port, event), kwargs={"is_first": is_first}
+        target=_launch, args=(directory, port, event), kwargs={"is_first": is_first, "joins": joins}
     )
     agent.start()
     agent.join()

@@ -298,4 +298,5 @@ def test_a_random_module_is_equal_or_rejected_or_raises(part: int) -> None:
     details = [outcome for outcome in first if outcome.detail]
     assert kinds.keys() <= {"rejected", "equal", "raised"}, details
     # The random modules must not be too similar.
-    assert min(kinds["equal"], kinds["raised"]) > MODULES_PER_PART // 5
+    assert kinds["equal"]
+    assert kinds["raised"]
