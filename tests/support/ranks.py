@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 import warnings
@@ -39,6 +38,7 @@ with warnings.catch_warnings():
     import torch.distributed.fsdp
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     if not torch.accelerator.is_available():  # with one, forked ranks run no backward after the parent's
         # The first backward starts a thread for each device, after which no forked child may run a backward. From the
@@ -164,10 +164,7 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store, as torchrun's agent does
     )
     # DTensor takes equal meshes for one: a mesh of a fake world of the parent's, where it was rank 0, is another's.
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()
     # torch makes its autograd engine anew in a forked process, at its first use and without a lock: two threads that
     # are first together end the process.
     torch.ones(1, requires_grad=True).square()
