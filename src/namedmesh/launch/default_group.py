@@ -57,9 +57,9 @@ def init(
         The device of this process. It is made the current one.
 
     Raises:
-        LaunchError: the environment is incomplete, the device does not exist, or another program
-            listens at the port of the store.
-        DistNetworkError: torch's, if rank 0 cannot host the store of the job, or does not answer.
+        LaunchError: the environment is incomplete, the device does not exist, or no store of a job
+            answers at ``MASTER_ADDR`` and ``MASTER_PORT``.
+        DistNetworkError: torch's, on rank 0, if it cannot host the store of the job.
         OptionError: the timeout is not a positive ``timedelta``, or torch does not know the device.
         AgreementError: the arguments differ between ranks, some ranks did not call within
             ``timeout``, or one of them failed.
@@ -140,10 +140,10 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
         timeout: the timeout of the store.
 
     Raises:
-        DistNetworkError: torch's, if the store cannot be hosted or reached.
-        LaunchError: another program listens at this port.
+        DistNetworkError: torch's, if this rank cannot host the store.
+        LaunchError: no store answers at this address and port.
     """
-    is_hosted_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_host = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = environment["MASTER_ADDR"]
     port = int(environment["MASTER_PORT"])
     # torch's env:// rendezvous passes the same arguments, except for wait_for_workers: agree_on waits
@@ -152,7 +152,7 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
         dist.TCPStore,
         address,
         port,
-        is_master=rank == 0 and not is_hosted_by_agent,
+        is_master=is_host,
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
@@ -161,14 +161,21 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
     # torch's timeout is for the connection only. A program that accepts it, but is not a store,
     # never answers.
     outcome = call_in_thread(connect, timeout + _CONNECTION_GRACE_PERIOD)
-    if outcome is None:
-        raise LaunchError(
-            f"{address}, port {port} (MASTER_ADDR and MASTER_PORT) did not answer as the store of "
-            f"a job within {timeout.total_seconds():g} s: rank 0 does not run, or another program "
-            "uses this port; start all ranks, choose another MASTER_PORT, and check MASTER_ADDR"
-        )
-    store: dist.Store = outcome()
-    return store
+    cause = None
+    if outcome is not None:
+        try:
+            store: dist.Store = outcome()
+        except dist.DistNetworkError as error:
+            if is_host:
+                raise
+            cause = error
+        else:
+            return store
+    raise LaunchError(
+        f"{address}, port {port} (MASTER_ADDR and MASTER_PORT) did not answer as the store of a job "
+        f"within {timeout.total_seconds():g} s: rank 0 does not run, or another program uses this "
+        "port; start all ranks, choose another MASTER_PORT, and check MASTER_ADDR"
+    ) from cause
 
 
 def choose_local_device(
