@@ -237,6 +237,7 @@ SOME_OPERATORS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plan",
     [
@@ -516,6 +517,7 @@ def compare_perturbed() -> dict[str, bool]:
     return results
 
 
+@pytest.mark.ci
 def test_every_element_of_a_gradient_is_compared_in_every_dtype() -> None:
     for results in run_ranks(2, compare_perturbed):
         assert all(results.values()), [name for name, is_right in results.items() if not is_right]

@@ -212,6 +212,7 @@ BINDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler about itself
 @pytest.mark.parametrize("api", BINDS)
 def test_accessors_compile_without_graph_breaks(api: str) -> None:

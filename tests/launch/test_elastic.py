@@ -24,6 +24,8 @@ from torch.nn import GELU, Linear, Sequential
 
 from namedmesh import training
 
+pytestmark = pytest.mark.ci
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 STEPS, STEP_OF_EVENT = 6, 3
 

@@ -364,6 +364,7 @@ def test_a_single_process_run_on_a_gpu() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.ci
 def test_a_script_ends_without_warnings() -> None:
     code = (
         "import namedmesh, torch.distributed as dist\n"

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from two_hosts import Hosts
 
+pytestmark = pytest.mark.ci
+
 PLAN = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
 SOON, MINUTE = timedelta(seconds=4), timedelta(minutes=1)  # a job that is waiting for the cut is not busy
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from namedmesh import NamedMesh
 
+pytestmark = pytest.mark.ci
+
 PLAIN = (int, tuple, list, dict)
 
 

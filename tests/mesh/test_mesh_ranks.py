@@ -325,6 +325,7 @@ FLATTENED_CASES: list[tuple[Any, ...]] = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "case",
     [FLATTENED_CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in FLATTENED_CASES[1:])],

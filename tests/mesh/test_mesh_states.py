@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from ranks import live_groups, run_ranks, summed
 
 import namedmesh
 from namedmesh import GroupOptions, Layout
+
+pytestmark = pytest.mark.ci
 
 WORLD = 4
 LAYOUTS = (

@@ -101,6 +101,8 @@ def sessions() -> list[Any]:
             marks = [pytest.mark.oracle(package)] if package else []
             if not SLOW.isdisjoint(names):
                 marks.append(pytest.mark.slow)
+            elif page is not README:
+                marks.append(pytest.mark.ci)
             title = f"{page.name}-{names[0] if names else 'python'}"
             found.append(pytest.param(page, commands, package, id=title, marks=marks))
     return found
@@ -290,6 +292,7 @@ def test_every_script_is_run_by_a_page_and_is_short() -> None:
         assert len((ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()) <= 75
 
 
+@pytest.mark.ci
 def test_a_job_that_goes_on_in_other_layouts_has_the_losses_of_one_that_stays() -> None:
     for shown in find_blocks("console", containing="examples/checkpoints.py"):
         moved = re.findall(r"step (\d+) in .* loss (\S+)", shown)

@@ -21,6 +21,8 @@ from tiny import AdamWOfShards
 from torch._dynamo.testing import CompileCounterWithBackend
 from train import Settings, new_model, read_text, reference_losses, rotate
 
+pytestmark = pytest.mark.ci
+
 EXAMPLES = Path(train.__file__).parent
 # verify=True makes everything double precision, so that only real differences are seen.
 TINY = Settings(

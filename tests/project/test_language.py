@@ -255,6 +255,7 @@ def format_table(language: Language) -> str:
     return "\n".join(rows)
 
 
+@pytest.mark.ci
 def test_no_first_line_is_too_long_or_a_riddle(language: Language) -> None:
     found = {name: language.places.get(name, []) for name, limit in LIMITS.items() if limit == 0}
     assert not any(found.values()), found

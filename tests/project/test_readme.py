@@ -39,6 +39,7 @@ def test_without_a_launcher_an_error_names_torchrun(monkeypatch: pytest.MonkeyPa
     assert told.endswith(text)
 
 
+@pytest.mark.ci
 def test_the_shown_training_is_the_real_one(tmp_path: Path) -> None:
     small = "--pp 2 --tp 2 --steps 1 --batch 4 --seq 16 --dim 32 --device cpu"
     words = f"{small} --data {ROOT / 'examples'} --checkpoint {tmp_path}".split()

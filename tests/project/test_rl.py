@@ -8,6 +8,7 @@ import sys
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from pages import ROOT
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 import namedmesh
 from namedmesh import training
 from namedmesh.tensor_parallel import sample
+
+pytestmark = pytest.mark.ci
 
 STEPS = 2
 

@@ -26,6 +26,8 @@ from tp_models import FeedForward, Llama, make_llama_plan
 
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize
 
+pytestmark = pytest.mark.ci
+
 TP = 2
 IDS = (2, 16)
 

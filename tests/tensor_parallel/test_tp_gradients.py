@@ -236,6 +236,7 @@ def run_modes() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for eac
     }
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.filterwarnings("default")  # torch.compile's own, and of a gain times a DTensor
 def test_partial_gradients_of_replicated_parameters_raise_in_every_mode() -> None:

@@ -137,6 +137,7 @@ def compare_modes() -> dict[str, float]:
     return differences
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_cross_entropy_compiled_checkpointed_and_in_half_precision() -> None:
     assert_no_difference(run_ranks(2, compare_modes), 1.0)

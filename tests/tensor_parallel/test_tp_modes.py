@@ -171,10 +171,10 @@ def compare_cases(mode: str, names: Iterable[str] = CASES) -> dict[str, float]:
     ("mode", "names"),
     [
         ("eager", tuple(CASES)),
-        ("copied", SOME_CASES),
-        ("checkpointed", SOME_CASES),
-        ("checkpointed selectively", SOME_CASES),
-        ("compiled", ("mlp",)),
+        pytest.param("copied", SOME_CASES, marks=pytest.mark.ci),
+        pytest.param("checkpointed", SOME_CASES, marks=pytest.mark.ci),
+        pytest.param("checkpointed selectively", SOME_CASES, marks=pytest.mark.ci),
+        pytest.param("compiled", ("mlp",), marks=pytest.mark.ci),
         *(pytest.param(mode, tuple(CASES), marks=pytest.mark.slow) for mode in MODES if mode != "eager"),
     ],
 )
@@ -182,6 +182,7 @@ def test_training_equals_one_process(mode: str, names: tuple[str, ...]) -> None:
     assert_no_difference(run_ranks(2, compare_cases, mode, names, timeout=240.0), 1e-11, len(names))
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("as_on_cuda")
 def test_training_on_four_ranks_equals_one_process() -> None:
     # The cases with heads, sequences or fused linears that four ranks share in another way than
@@ -219,6 +220,7 @@ def compare_cases_with_fsdp(names: Iterable[str]) -> dict[str, float]:
     return {name: compare_with_fsdp(name) for name in names}
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize(
     "names",

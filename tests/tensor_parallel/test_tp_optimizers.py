@@ -183,6 +183,7 @@ def compare_all() -> dict[str, float]:
     return differences
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("as_on_cuda")
 def test_optimizers_clipping_scaling_and_averages_equal_one_process() -> None:
     assert_no_difference(run_ranks(2, compare_all), cases=len(OPTIMIZERS) + 3)

@@ -287,6 +287,7 @@ def run_part(part: int) -> list[Outcome]:
     return [run_module(RandomModule(seed).double()) for seed in seeds]
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor")  # torch's, of a gain times a DTensor
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))]

@@ -26,6 +26,8 @@ from namedmesh.compat import megatron
 from namedmesh.compat.megatron import tensor_parallel as megatron_layers
 from namedmesh.tensor_parallel import ColwiseParallel, NoParallel, RowwiseParallel, SharedInput, parallelize
 
+pytestmark = pytest.mark.ci
+
 COUNTED = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 
 

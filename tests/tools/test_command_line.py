@@ -141,6 +141,7 @@ def _check_in_folder(folder: Path) -> None:
     check_commands_with_torch()
 
 
+@pytest.mark.ci
 def test_no_command_line_ends_in_a_traceback(tmp_path: Path) -> None:
     assert {*FLAGS} == {*COMMANDS}
     run_ranks(1, _check_in_folder, tmp_path, init=False, timeout=180)

@@ -225,6 +225,7 @@ def test_communication_with_replicas() -> None:
     assert sharded == pytest.approx(inside + between, rel=0.01)  # far too slow to hide
 
 
+@pytest.mark.ci
 def test_published_runs() -> None:
     """The goals: of 125 speeds 108 within a quarter, 98 layouts among the best five, of 19 memories 17 within 15 %."""
     results = {f"{run.name} {run.source}": (run, compare(run)) for run in read_runs()}

@@ -340,6 +340,7 @@ ON_TWO_RANKS = (
 )
 
 
+@pytest.mark.ci
 def test_two_ranks_agree_and_resume(tmp_path: Path) -> None:
     run_ranks(2, run_in_turn, ON_TWO_RANKS, tmp_path)
 

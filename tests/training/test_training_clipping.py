@@ -191,6 +191,7 @@ def check_meshes(make_meshes: Any) -> list[list[float]]:
     return results
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize(
     ("make_meshes", "expected"),

@@ -294,6 +294,7 @@ def test_layers_of_a_dict_keep_their_names() -> None:
     assert list(training.stage_layers(layers, None, stage=1, stages=2)) == ["block2", "block3"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [

@@ -105,6 +105,7 @@ def save_and_load_in_layouts(layouts: list[dict[str, int]], root: Path, sources:
         mesh.close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "layouts_by_world", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)], ids=["some", "all"]
 )
