@@ -129,7 +129,8 @@ def test_a_job_that_loses_or_gets_a_host_ends_as_if_nothing_had_happened(
     hosts.mkdir()
     alone.mkdir()
     run_ranks(1, _train, alone, init=False)
-    statuses = run_ranks(2, partial(_run_host, joins=joins), hosts, free_port(), init=False)
+    # Between the attempts the agents wait for many seconds.
+    statuses = run_ranks(2, partial(_run_host, joins=joins), hosts, free_port(), init=False, timeout=240)
     assert statuses == [0, 0 if joins else -signal.SIGKILL]
     found, weights = _results(hosts)
     expected, expected_weights = _results(alone)
