@@ -16,14 +16,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import namedmesh
 from namedmesh._sharding import to_local
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
-from namedmesh.training import copy_weights, fsdp_mesh
+from namedmesh.training import copy_weights, fsdp_mesh, tie_stages
 
 
 class Model(nn.Module):
@@ -162,7 +163,7 @@ def test_every_problem_is_named_on_every_rank() -> None:
         assert problems == [
             "up.weight of the source is partial, (Partial(sum),); all-reduce it first",
             "down.weight of the target is on the meta device; call to_empty() on the model first",
-            "embedding.weight of the target is a shard by its attributes; make it a DTensor",
+            "embedding.weight of the target is a shard in a plain tensor; make it a DTensor",
             "down.bias of the target differs between ranks: torch.float64 (10,) and torch.float32 (11,)",
             "phase is not in the target",
             "short has shape (5, 3) in the source, and (2, 2) in the target",
@@ -179,3 +180,93 @@ def test_every_problem_is_named_on_every_rank() -> None:
             f"head.weight {dtypes}",
             "head.weight and embedding.weight are one tensor in the target, and two in the source; untie them",
         ]
+
+
+class Ends(nn.Module):
+    """An embedding and a head, or one of the two, whose weights are all one value."""
+
+    def __init__(self, value: float, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            layer = nn.Embedding(6, 4) if name == "embed" else nn.Linear(4, 6, bias=False)
+            self.add_module(name, layer)
+            nn.init.constant_(layer.weight, value)
+
+
+def copy_tied_stages(mesh: namedmesh.NamedMesh) -> list[float]:
+    """Copy two stages, tied by tie_stages, into a model with one tied weight."""
+    stage: Any = Ends(5.0, "embed" if mesh.is_first("pp") else "head")
+    tie_stages(*(stage.embed.weight, None) if mesh.is_first("pp") else (None, stage.head.weight), mesh)
+    target: Any = Ends(0.0, "embed", "head")
+    target.head.weight = target.embed.weight
+    copy_weights(stage, target)
+    return target.head.weight.unique().tolist()  # type: ignore[no-any-return]
+
+
+def copy_from_one_rank_to_the_other() -> list[float]:
+    """Each rank has one of the two models, and no tensor of the other one."""
+    models: list[nn.Module] = [Ends(5.0, "embed"), Ends(0.0, "embed")]
+    models[1 - torch.distributed.get_rank()] = nn.ReLU()
+    copy_weights(*models)
+    return [value for param in models[1].parameters() for value in param.unique().tolist()]
+
+
+def copy_a_scalar_of_one_rank() -> float:
+    """The mesh of a DTensor without dimensions lacks this rank."""
+    source, target = nn.Module(), nn.Module()
+    scale = distribute_tensor(
+        torch.tensor(7.0), DeviceMesh("cpu", [0], mesh_dim_names=("tp",)), [Replicate()]
+    )
+    source.scale, target.scale = nn.Parameter(scale), nn.Parameter(torch.zeros(()))
+    copy_weights(source, target)
+    return target.scale.item()
+
+
+def copy_in_inference_mode(mesh: namedmesh.NamedMesh) -> list[float]:
+    source, target = Ends(5.0, "head"), Ends(0.0, "head")
+    for model in (source, target):
+        parallelize(model, mesh["pp"], {"head": ColwiseParallel()})
+    with torch.inference_mode():
+        copy_weights(source, target)
+    head: Any = target.head
+    return head.weight.full_tensor().unique().tolist()  # type: ignore[no-any-return]
+
+
+def find_hidden_shards(mesh: namedmesh.NamedMesh) -> list[str]:
+    """A forward of DDP over tensor parallelism leaves only replicated parameters in the state dict."""
+    models = []
+    for value in (5.0, 0.0):
+        model = nn.Sequential(nn.LayerNorm(4), Ends(value, "head").head)
+        parallelize(model, mesh["pp"], {"1": ColwiseParallel()})
+        models.append(DistributedDataParallel(model, device_mesh=mesh["dp"]))
+        models[-1](torch.ones(2, 4)).sum().backward()
+    return list_problems(lambda: copy_weights(*models))
+
+
+def copy_special_cases() -> tuple[Any, ...]:
+    mesh = namedmesh.init_mesh(dp=1, pp=2, device="cpu")
+    return (
+        copy_tied_stages(mesh),
+        copy_from_one_rank_to_the_other(),
+        copy_a_scalar_of_one_rank(),
+        copy_in_inference_mode(mesh),
+        [problem.partition(",")[0] for problem in find_hidden_shards(mesh)],
+    )
+
+
+def test_ties_ranks_without_tensors_scalars_and_inference_mode() -> None:
+    hidden = [f"the {role} is under DDP over tensor parallelism" for role in ("source", "target")]
+    first, second = run_ranks(2, copy_special_cases, timeout=60)
+    assert first == ([5.0], [], 7.0, [5.0], hidden)
+    assert second == ([5.0], [5.0], 7.0, [5.0], hidden)
+
+
+def test_values_that_a_state_dict_makes_are_not_copied_into_nothing() -> None:
+    source, target = Ends(5.0, "head"), Ends(0.0, "head")
+
+    def clone(_module: Any, values: dict[str, Any], _prefix: str, _metadata: Any) -> None:
+        values.update({name: value.clone() for name, value in values.items()})
+
+    target.register_state_dict_post_hook(clone)
+    [problem] = list_problems(lambda: copy_weights(source, target))
+    assert problem.startswith("head.weight of the target is a tensor that its state_dict() makes")

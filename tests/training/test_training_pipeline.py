@@ -75,7 +75,7 @@ def check_schedule(schedule: str, stages_per_rank: int) -> None:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(stage, mesh=mesh["dp"])
         stages.append(stage)
-    pipe = training.Pipeline(stages, mesh, schedule, n_microbatches=4, loss_fn=mean_squared_error)
+    pipe = training.Pipeline(stages, mesh, schedule, n_microbatches=6, loss_fn=mean_squared_error)
     reference = Stage(training.stage_layers(make_linears(), None, stage=0, stages=1))
     for shape in ((8,), (5,), (12,), (2,), (8, 3)):
         inputs = random_tensor(*shape, WIDTH, seed=shape[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, TypeVar
@@ -39,8 +40,12 @@ def disable_dispatch_modes(function: F) -> F:
 
     @wraps(function)
     def call(*args: Any) -> Any:
+        run = function
+        # Under a mode the compiler does not compile. Without it, it would begin here.
+        if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+            run = torch.compiler.disable(function)
         with _python_dispatch._disable_current_modes(), torch.inference_mode(False):
-            return function(*args)
+            return run(*args)
 
     return call  # type: ignore[return-value]
 

@@ -77,12 +77,12 @@ def is_async(tensor: torch.Tensor) -> bool:
 
 
 def count_writes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written in place.
+    """Return how often a tensor was written in place; 0 for an inference tensor, which does not count.
 
     Args:
-        tensor: any tensor.
+        tensor: a plain tensor. The count of a DTensor does not tell what is done to its local tensor.
     """
-    return tensor._version
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

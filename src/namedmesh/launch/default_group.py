@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -158,24 +160,42 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
         multi_tenant=True,
         use_libuv=environment.get("USE_LIBUV", "1") == "1",
     )
-    # torch's timeout is for the connection only. A program that accepts it, but is not a store,
-    # never answers.
-    outcome = call_in_thread(connect, timeout + _CONNECTION_GRACE_PERIOD)
-    cause = None
-    if outcome is not None:
-        try:
+    if is_host:
+        return connect()
+    problem = _wait_for_listener(address, port, timeout)
+    if problem is None:
+        # A program that accepts the connection, but is not a store, never answers, and torch waits.
+        outcome = call_in_thread(connect, timeout + _CONNECTION_GRACE_PERIOD)
+        if outcome is not None:
             store: dist.Store = outcome()
-        except dist.DistNetworkError as error:
-            if is_host:
-                raise
-            cause = error
-        else:
             return store
     raise LaunchError(
         f"{address}, port {port} (MASTER_ADDR and MASTER_PORT) did not answer as the store of a job "
         f"within {timeout.total_seconds():g} s: rank 0 does not run, or another program uses this "
         "port; start all ranks, choose another MASTER_PORT, and check MASTER_ADDR"
-    ) from cause
+    ) from problem
+
+
+def _wait_for_listener(address: str, port: int, timeout: timedelta) -> OSError | None:
+    """Wait until a program listens at a port; return the last error if none does in time.
+
+    torch waits longer than its timeout, and a thread that is still inside of it may abort the
+    process when it exits.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    delay = 0.05
+    while True:
+        try:
+            socket.create_connection((address, port), timeout.total_seconds()).close()
+        except OSError as error:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return error
+            time.sleep(min(delay, remaining))
+            # Thousands of ranks may wait for a host that is late.
+            delay = min(2 * delay, 2.0)
+        else:
+            return None
 
 
 def choose_local_device(

@@ -83,7 +83,12 @@ def trace(mesh: NamedMesh) -> Iterator[TraceReport]:
 
     It sees every collective that torch dispatches in the block: of namedmesh, DTensor, FSDP2 and
     DDP, and calls of ``torch.distributed``. It does not see replayed CUDA graphs, or communication
-    without torch (DeepEP, Transformer Engine). No value changes. Steps take longer: do not measure their time.
+    without torch (DeepEP, Transformer Engine). No value changes. Steps take longer: do not measure
+    their time. torch runs compiled code eagerly in the block, and raises for ``fullgraph=True``.
+
+    torch's ``ModuleTracker`` names the modules. In the backward it knows those whose inputs need
+    gradients. A gradient by the input of a module, ``torch.autograd.grad(loss, x)``, raises in the
+    block if ``x`` is a leaf: multiply it by 1 before.
 
     torch's ``CommDebugMode`` counts the same operators, but neither groups nor bytes.
 

@@ -113,7 +113,7 @@ def prepare_folder(target: Path) -> tuple[Lock, int]:
     lock = Lock.acquire(target)
     remove_leftovers(target)
     others = [file for file in target.iterdir() if file.name != _LOCK_NAME]
-    if others and not is_complete(target):
+    if others and read_entry(target) is None:
         raise CheckpointError(f"{target} exists and is not a namedmesh checkpoint; give another path")
     orders = [int(entry.order) for entry in list_checkpoints(target.parent) if entry.error is None]
     return lock, max(orders, default=0) + 1

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 
 from namedmesh._errors import CheckpointError, format_items
 from namedmesh.training import seeds
+from namedmesh.training.checkpoint_folders import is_complete, read_entry
 from namedmesh.training.checkpoint_names import Names, find_owner
 from namedmesh.training.checkpoint_ranks import CheckpointRanks
 from namedmesh.training.checkpoint_storage import (
@@ -157,6 +158,17 @@ def read_checkpoint(path: Path, names: Collection[str]) -> Checkpoint:
             "examples/migrate/checkpoints_0_3.py"
         )
     raise CheckpointError(problem)
+
+
+def is_foreign(path: Path) -> bool:
+    """Return whether a folder is a checkpoint of another program, or of an older namedmesh.
+
+    Args:
+        path: the folder.
+    """
+    if (path / _OLD_MANIFEST_NAME).exists():
+        return True
+    return is_complete(path) and read_entry(path) is None
 
 
 def _make_own(path: Path, metadata: dcp.Metadata, table: Mapping[str, Any]) -> Checkpoint:

@@ -30,6 +30,7 @@ from namedmesh.training.checkpoint_names import (
 from namedmesh.training.checkpoint_ranks import group_by_rank
 from namedmesh.training.checkpoint_state import State
 from namedmesh.training.checkpoint_storage import Progress
+from namedmesh.training.data import find_ranks_with_same_samples
 
 
 class LoadResult(dict[str, Any]):
@@ -220,8 +221,12 @@ class Matching:
         if mesh is not None and self._checkpoint.layout is not None:
             sizes, offset = self._checkpoint.layout
             current = dict(mesh.layout.items())
+            saved = Layout(rank_offset=offset, **sizes)
             same = {axis: mesh.coords[axis] for axis in sizes if current.get(axis) == sizes[axis]}
-            ranks &= {rank - offset for rank in Layout(rank_offset=offset, **sizes).where(**same)}
+            matching = {*saved.where(**same)}
+            if get_kind(name) == "data":  # _is_valid() has compared the numbers of data ranks
+                matching = find_ranks_with_same_samples(saved, mesh)
+            ranks &= {rank - offset for rank in matching}
         copies = list(dict.fromkeys(by_rank[rank] for rank in sorted(ranks)))
         is_clear = len(copies) == 1 or (name.startswith("model.") and copies)
         return name_copy(name, copies[0]) if is_clear and self._has_saved_shard(name) else ""
@@ -286,6 +291,13 @@ class Matching:
         shape, dtype = tuple(saved.size), saved.properties.dtype
         here: Any = self._state.values.get(name)
         if name in self._owners:
+            param_name, key = self._owners[name]
+            saved_param: Any = self._checkpoint.metadata.state_dict_metadata.get(
+                self._entries.get(f"model.{param_name}", "")
+            )
+            if key != "step" and saved_param is not None and saved_param.properties.dtype == dtype:
+                # torch's optimizers keep this state in the dtype of the parameter, which may be cast.
+                dtype = self._state.params[param_name].dtype
             target = self._make_optimizer_target(name, shape, dtype, saved_name in self._saved.local)
             is_current = isinstance(here, Tensor) and not name.startswith(GRADIENT)
             return here if is_current and _describe(here) == _describe(target) else target
@@ -339,8 +351,9 @@ class Matching:
             if name in self._missing:
                 continue
             if name not in self._saved.params:
-                problem = f"not optimized in {self._label}; load it without the optimizer"
-                self._add_problem(f"model.{name}", problem)
+                if self._strict:
+                    remedy = "load it without the optimizer, or pass strict=False to keep its state here"
+                    self._add_problem(f"model.{name}", f"not optimized in {self._label}; {remedy}")
                 continue
             self._check_options(name, group)
             for key, entry in self._entries_of.get(name, {}).items():

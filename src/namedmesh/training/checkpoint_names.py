@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from namedmesh._errors import CheckpointError, format_items, get_first_line
+from namedmesh._sharding import to_local
 from namedmesh._torch.tensors import count_writes, get_local_tensor
 
 # The messages for entries that a checkpoint does not have for this rank, by the kind of the entry.
@@ -201,6 +202,8 @@ def to_plain_data(value: object, name: str) -> Any:
 _used_gradients: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Tensor], int]] = (
     weakref.WeakKeyDictionary()
 )
+# The number of changes of the state that was loaded into an optimizer.
+_loaded_states: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -209,7 +212,27 @@ def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         return
     grad = _find_first_gradient(optimizer)
     if grad is not None:
-        _used_gradients[optimizer] = weakref.ref(grad), count_writes(grad)
+        _used_gradients[optimizer] = weakref.ref(grad), count_writes(to_local(grad))
+
+
+def note_load(optimizer: Optimizer) -> None:
+    """Remember that the state of an optimizer comes from a checkpoint, and not from a step here.
+
+    Args:
+        optimizer: the optimizer, after its state was loaded.
+    """
+    _used_gradients.pop(optimizer, None)
+    _loaded_states[optimizer] = _count_state_writes(optimizer)
+
+
+def _count_state_writes(optimizer: Optimizer) -> int:
+    """Return how often the tensors of an optimizer's state were written in place."""
+    writes = 0
+    for values in optimizer.state.values():
+        for value in values.values():
+            if isinstance(value, Tensor):
+                writes += count_writes(to_local(value))
+    return writes
 
 
 register_optimizer_step_post_hook(_note_step)
@@ -227,13 +250,14 @@ def _find_first_gradient(optimizer: Optimizer) -> Tensor | None:
 def has_used_gradients(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has stepped since the last backward.
 
-    If no step was seen, as in compiled code, its state shows whether there was one.
+    If no step was seen, as in compiled code, its state shows whether there was one: it is not
+    empty, and not as it was loaded.
 
     Args:
         optimizer: the optimizer.
     """
     if optimizer not in _used_gradients:
-        return bool(optimizer.state)
+        return bool(optimizer.state) and _loaded_states.get(optimizer) != _count_state_writes(optimizer)
     used, writes = _used_gradients[optimizer]
     grad = _find_first_gradient(optimizer)
-    return grad is not None and grad is used() and count_writes(grad) == writes
+    return grad is not None and grad is used() and count_writes(to_local(grad)) == writes

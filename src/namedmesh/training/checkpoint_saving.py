@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,8 @@ class Save:
             # last broadcast of DCP fails. remove_leftovers() keeps a complete checkpoint.
             self._lock = None
             if self._ranks.rank == 0:
-                remove_leftovers(self._path)
+                with suppress(OSError):  # the next save removes what cannot be removed now
+                    remove_leftovers(self._path)
             self._future.set_exception(error)
         else:
             self._lock = None
@@ -209,20 +211,19 @@ def check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) ->
         CheckpointError: on every rank that compares them, they differ.
     """
     problems = []
-    if "pp" in mesh.layout and mesh.size("pp") > 1:
-        group = mesh.group("pp")
-        params = {aliases.get(name, name): param for name, param in state.params.items()}
-        counts = Counter(chain.from_iterable(all_gather_object(group, list(params))))
-        entries = []
-        for name, param in params.items():
-            if counts[name] > 1:
-                entries.append(Entry("weights", name, param.detach(), to_local(param).numel(), LENIENT))
-        for _, name in find_differences(entries, group, mesh.device):
-            problems.append(
-                f"{name!r} has other values on other stages, and a checkpoint has one tensor of each "
-                "name. The name of a layer has its number in the full model (training.stage_layers), "
-                "and tied weights are equal"
-            )
+    params = {aliases.get(name, name): param for name, param in state.params.items()}
+    for name in _find_differences_along("pp", params, mesh):
+        problems.append(
+            f"{name!r} has other values on other stages, and a checkpoint has one tensor of each "
+            "name. The name of a layer has its number in the full model (training.stage_layers), "
+            "and tied weights are equal"
+        )
+    experts = {name: state.params[name] for name in state.plain_experts}
+    for name in _find_differences_along("ep", experts, mesh):
+        problems.append(
+            f"{name!r} is another expert on other ranks of 'ep', and a checkpoint has one tensor of "
+            "each name; give each expert its number in the full model, or make them shards of a DTensor"
+        )
     try:
         # It communicates, so no rank may raise an error before.
         compare_weights(list(chain.from_iterable(map(nn.Module.parameters, state.modules))), mesh)
@@ -230,6 +231,22 @@ def check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) ->
         problems.extend(error.problems)
     if problems:
         raise CheckpointError(*problems)
+
+
+def _find_differences_along(axis: str, params: Mapping[str, Tensor], mesh: NamedMesh) -> list[str]:
+    """Return the names of parameters that several ranks along an axis have with other values.
+
+    Collective over the axis: every rank of the mesh must call it.
+    """
+    if axis not in mesh or mesh.size(axis) == 1:
+        return []
+    group = mesh.group(axis)
+    counts = Counter(chain.from_iterable(all_gather_object(group, list(params))))
+    entries = []
+    for name, param in params.items():
+        if counts[name] > 1:
+            entries.append(Entry("weights", name, param.detach(), to_local(param).numel(), LENIENT))
+    return [name for _, name in find_differences(entries, group, mesh.device)]
 
 
 class SavePlanner(dcp.DefaultSavePlanner):

@@ -13,7 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from namedmesh._errors import CheckpointError, format_items
-from namedmesh._sharding import find_plain_shard, to_local
+from namedmesh._sharding import (
+    find_attribute_axes,
+    find_plain_shard,
+    has_partition_dim,
+    is_expert,
+    is_tp_shard,
+    to_local,
+)
 from namedmesh._torch.modules import has_unsharded_gradients, runs_code_on_load
 from namedmesh._torch.tensors import replace_local_tensor
 from namedmesh.mesh.mesh import NamedMesh
@@ -25,6 +32,7 @@ from namedmesh.training.checkpoint_names import (
     check_storable,
     format_entry,
     has_used_gradients,
+    note_load,
     to_plain_data,
 )
 from namedmesh.training.tying import get_tie
@@ -52,6 +60,8 @@ class State:
         names: the names of this rank, and the options of its optimizers.
         plain_shards: the names of parameters that are plain tensors, and DTensors in ``params``,
             because their attributes make them shards.
+        plain_experts: the names of parameters that are plain tensors, and belong to an expert by
+            their attributes.
     """
 
     def __init__(
@@ -69,6 +79,7 @@ class State:
         self.params: dict[str, Tensor] = {}
         self.names: Names = Names.merge([])
         self.plain_shards: set[str] = set()
+        self.plain_experts: set[str] = set()
         # The name of each parameter, by its id: a parameter may have several names.
         self._names_by_id: dict[int, str] = {}
         # For each entry of the model, the tensor that it was made from.
@@ -153,8 +164,19 @@ class State:
         """Add the name of a parameter."""
         self._names_by_id[id(param)] = name
         self.params[name] = wrapped = self._wrap_plain_shard(param, param)
-        if isinstance(wrapped, DTensor) and not isinstance(param, DTensor):
+        if isinstance(param, DTensor):
+            return
+        if is_expert(param):
+            self.plain_experts.add(name)
+        if isinstance(wrapped, DTensor):
             self.plain_shards.add(name)
+        elif is_tp_shard(param) and not has_partition_dim(param):
+            axis = find_attribute_axes(param)[-1]
+            if self.mesh is not None and axis in self.mesh and self.mesh.size(axis) > 1:
+                raise CheckpointError(
+                    f"{name!r}: a local shard over {axis!r}, and its attributes do not say of which dim; set "
+                    "tensor_model_parallel and partition_dim, or make it a DTensor"
+                )
 
     def _add(self, name: str, value: Any, param: object = None) -> None:
         """Add a tensor or another object to ``values``, under the name of an entry.
@@ -396,6 +418,7 @@ class State:
                 converted = optimizer.state[param][key]
                 if isinstance(value, Tensor) and converted.dtype != value.dtype:
                     optimizer.state[param][key] = value.to(converted.device)
+        note_load(optimizer)
 
 
 def _make_wrapper_remover(module: nn.Module) -> Callable[[str], str]:

@@ -21,7 +21,7 @@ from namedmesh.training.checkpoint_folders import (
     remove_checkpoint,
     remove_leftovers,
 )
-from namedmesh.training.checkpoint_formats import read_checkpoint
+from namedmesh.training.checkpoint_formats import is_foreign, read_checkpoint
 from namedmesh.training.checkpoint_loading import LoadResult, Matching
 from namedmesh.training.checkpoint_names import Names
 from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
@@ -328,7 +328,16 @@ class CheckpointManager:
         # Only the names that save() gives: a copy such as "best" may be newer.
         if resume is True:
             entries = reversed(list_checkpoints(self.directory))
-            return [entry.path for entry in entries if _NAME.fullmatch(entry.path.name)]
+            found = [entry.path for entry in entries if _NAME.fullmatch(entry.path.name)]
+            for path in self.directory.glob("step-*"):
+                # To start over would look like a run that has lost its checkpoints.
+                if not found and is_foreign(path):
+                    raise CheckpointError(
+                        f"{path} is a checkpoint of another program, or of namedmesh 0.3 or before; load it "
+                        "with training.load, convert one of 0.3 with examples/migrate/checkpoints_0_3.py, or "
+                        "give this run a directory of its own"
+                    )
+            return found
         if "step" not in read_checkpoint(Path(resume), ()).extra:
             raise CheckpointError(f"{resume} has no step to resume from; load it with training.load")
         return [Path(resume)]

@@ -21,9 +21,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from namedmesh._errors import TrainingError
-from namedmesh._sharding import is_tp_shard, to_local
+from namedmesh._sharding import find_placements, is_tp_shard, to_local
 from namedmesh._torch.groups import all_gather_object
+from namedmesh._torch.modules import iter_params_hidden_by_ddp
 from namedmesh._torch.tensors import find_local_box
+from namedmesh.training.tying import get_tie
 
 # A box in a full tensor: the first index and the index after the last one, along each dim.
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -38,20 +40,23 @@ class _Entry(NamedTuple):
     Attributes:
         shape: the full shape.
         dtype: the dtype.
-        box: the box of the local tensor in the full tensor.
+        box: the box of the local tensor in the full tensor; None on a rank outside of its mesh.
         tied_to: the first name in the model that has the same memory, usually its own name.
+        tie: the identifier of the tie with a parameter of another pipeline stage, if it has one.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    box: Box
+    box: Box | None
     tied_to: str
+    tie: str | None = None
 
 
 # By name, the parameters and buffers that one rank has.
 Entries: TypeAlias = Mapping[str, _Entry]
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def copy_weights(
     source: nn.Module,
@@ -100,20 +105,23 @@ def copy_weights(
     problems: list[str] = []
     source_tensors, source_entries = _collect(source, "the source", problems)
     target_tensors, target_entries = _collect(target, "the target", problems)
-    own = (source_entries, target_entries, problems)
+    tensors = (*source_tensors.values(), *target_tensors.values())
+    own = (source_entries, target_entries, problems, {tensor.device.type for tensor in tensors})
     by_rank: list[Any] = [own]
     rank = 0
     if dist.is_initialized():
         members: Any = group or dist.group.WORLD
         rank = dist.get_rank(members)
         by_rank = all_gather_object(members, own)
-    sources, targets, problems_by_rank = zip(*by_rank, strict=True)
+    sources, targets, problems_by_rank, device_types = zip(*by_rank, strict=True)
     problems = list(chain(*problems_by_rank))
     merged_source = _merge(sources, "the source", problems)
     merged_target = _merge(targets, "the target", problems)
     problems += _compare(merged_source, merged_target, cast=cast)
     if problems:
         raise TrainingError(*dict.fromkeys(problems))
+    # A rank may have no tensor of its own, and takes part in the exchange of the others.
+    device = torch.device(max({"cpu"}.union(*device_types), key=lambda kind: kind != "cpu"))
     # The tensors of a model have few different layouts, so their pieces are found once for each.
     find_pieces = cache(_find_pieces)
     for names in _make_buckets(merged_target, targets, bucket_bytes):
@@ -125,7 +133,6 @@ def copy_weights(
                 sent[peer].append(source_tensors[name][slices])
             for peer, slices in receives.items():
                 received[peer].append(target_tensors[name][slices])
-        device = next(iter((*target_tensors.values(), *source_tensors.values()))).device
         _exchange(sent, received, merged_target[names[0]].dtype, device, group)
 
 
@@ -139,31 +146,62 @@ def _collect(model: nn.Module, role: str, problems: list[str]) -> tuple[dict[str
         role: which model it is, for messages.
         problems: gets the reasons why tensors cannot be copied.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     tensors: dict[str, Tensor] = {}
     entries: dict[str, _Entry] = {}
     first_names: dict[object, str] = {}
-    # torch's function reshards FSDP2's parameters, and removes the names of wrappers.
-    for name, value in get_model_state_dict(model).items():
+    # torch's function reshards FSDP2's parameters, and removes the names of wrappers. Without
+    # strict, a model may be empty on this rank.
+    state_dict = get_model_state_dict(model, options=StateDictOptions(strict=False))
+    owned, ties = _find_memory(model)
+    for name, value in state_dict.items():
         if not isinstance(value, Tensor):
             continue  # the extra state of a module
         tensors[name] = local = to_local(value)
-        box: Box = tuple((0, length) for length in local.shape)
+        box: Box | None = tuple((0, length) for length in local.shape)
         if value.is_meta:
             problems.append(f"{name} of {role} is on the meta device; call to_empty() on the model first")
         if isinstance(value, DTensor):
-            box = find_local_box(value)
+            box = find_local_box(value) if value.device_mesh.get_coordinate() is not None else None
             if any(placement.is_partial() for placement in value.placements):
                 problems.append(f"{name} of {role} is partial, {value.placements}; all-reduce it first")
         tied_to = name
         if local.data_ptr():  # neither empty nor on the meta device
             tied_to = first_names.setdefault((local.data_ptr(), box), name)
-        entries[name] = _Entry(tuple(value.shape), value.dtype, box, tied_to)
-    for name, param in model.named_parameters():
-        if is_tp_shard(param) and not isinstance(param, DTensor):
-            problems.append(f"{name} of {role} is a shard by its attributes; make it a DTensor")
+        entries[name] = _Entry(tuple(value.shape), value.dtype, box, tied_to, ties.get(local.data_ptr()))
+        if role == "the target" and local.untyped_storage().data_ptr() not in owned:
+            problems.append(
+                f"{name} of {role} is a tensor that its state_dict() makes, and not in its memory; give the "
+                "module the full state dict with set_model_state_dict"
+            )
+    problems.extend(_find_plain_shards(model, role))
     return tensors, entries
+
+
+def _find_plain_shards(model: nn.Module, role: str) -> Iterator[str]:
+    """Yield a problem for each parameter that is a shard, and whose place is not known."""
+    if list(iter_params_hidden_by_ddp(model)):
+        yield (
+            f"{role} is under DDP over tensor parallelism, whose forward hides the sharded parameters from "
+            "state_dict(); use fully_shard, with a replicated axis (HSDP)"
+        )
+    for name, param in model.named_parameters():
+        if not isinstance(param, DTensor) and (is_tp_shard(param) or find_placements(param) is not None):
+            yield f"{name} of {role} is a shard in a plain tensor; make it a DTensor"
+
+
+def _find_memory(model: nn.Module) -> tuple[set[int], dict[int, str]]:
+    """Return the storages of a model's parameters and buffers, and by address the ties of parameters."""
+    owned: set[int] = set()
+    ties: dict[int, str] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        local = to_local(tensor)
+        owned.add(local.untyped_storage().data_ptr())
+        tie = get_tie(tensor)
+        if tie is not None:
+            ties[local.data_ptr()] = tie[0]
+    return owned, ties
 
 
 def _merge(entries_by_rank: Sequence[Entries], role: str, problems: list[str]) -> dict[str, _Entry]:
@@ -201,7 +239,9 @@ def _compare(source: Entries, target: Entries, *, cast: bool) -> Iterator[str]:
             dtypes = f"{known.dtype} in the source, and {entry.dtype} in the target"
             yield f"{name} has dtype {dtypes}; pass cast=True to convert it"
         tie = entry.tied_to
-        if tie in source and source[tie].tied_to != known.tied_to:
+        if tie not in source or (known.tie is not None and known.tie == source[tie].tie):
+            continue
+        if source[tie].tied_to != known.tied_to:
             yield f"{name} and {tie} are one tensor in the target, and two in the source; untie them"
 
 

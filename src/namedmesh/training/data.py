@@ -11,6 +11,7 @@ from torch import Tensor
 
 from namedmesh._checks.digests import digest
 from namedmesh._errors import AgreementError, AxisError, format_ranks
+from namedmesh.layout import Layout
 from namedmesh.layout.axes import DATA_AXES, SAME_SAMPLE_AXES
 from namedmesh.mesh.internal import require_named_mesh
 from namedmesh.mesh.mesh import NamedMesh
@@ -56,6 +57,25 @@ def sampler_kwargs(mesh: NamedMesh) -> dict[str, Any]:
     if not axes:
         return {"num_replicas": 1, "rank": 0}
     return {"num_replicas": mesh.size(*axes), "rank": mesh.rank(*axes)}
+
+
+def find_ranks_with_same_samples(layout: Layout, mesh: NamedMesh) -> set[int]:
+    """Return the ranks of another layout that have this rank's position among all data ranks.
+
+    Samplers know this position, and not the axes. The number of data ranks is equal in both.
+
+    Args:
+        layout: the other layout.
+        mesh: the mesh of this rank.
+    """
+    position = _find_position(mesh.layout, mesh.global_rank)
+    return {rank for rank in layout.ranks if _find_position(layout, rank) == position}
+
+
+def _find_position(layout: Layout, rank: int) -> int:
+    """Return the position of a rank among those that load different samples."""
+    axes = [axis for axis in layout if axis not in SAME_SAMPLE_AXES]
+    return layout.group_rank(rank, *axes) if axes else 0
 
 
 def check_same_batch(batch: object, mesh: NamedMesh) -> None:

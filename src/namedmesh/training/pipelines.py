@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleGPipe, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import (
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +32,13 @@ from namedmesh.training.loss import sum_losses
 from namedmesh.training.stages import SPLIT_BACKWARD_SCHEDULES, find_schedule_class, stage_indices
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+
+
+_SCHEDULES_OF_ANY_NUMBER: dict[type, type] = {
+    ScheduleDualPipeV: ScheduleZBVZeroBubble,
+    ScheduleInterleaved1F1B: ScheduleLoopedBFS,
+    ScheduleInterleavedZeroBubble: ScheduleLoopedBFS,
+}
 
 
 class Pipeline:
@@ -229,9 +243,10 @@ class Pipeline:
             # GPipe runs the same passes as every other schedule with one stage on each rank. Without
             # a backward it waits for none, and it may have fewer micro-batches than stages.
             schedule_class = ScheduleGPipe
-        elif is_smaller and schedule_class is ScheduleDualPipeV:
-            # The other schedule with the same stages on each rank, which has no smallest number.
-            schedule_class = ScheduleZBVZeroBubble
+        elif is_smaller:
+            # Some schedules need a multiple or a smallest number of micro-batches. Others, with the
+            # same stages on each rank, take any number.
+            schedule_class = _SCHEDULES_OF_ANY_NUMBER.get(schedule_class, schedule_class)
         # torch needs a loss function here. Each run replaces it by one that knows its batch.
         schedule = schedule_class(
             stages[0] if self._has_single_stages else stages,
