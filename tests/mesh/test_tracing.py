@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from messages import capture_printed
@@ -123,3 +124,21 @@ def test_what_is_sent_over_no_axis_is_named() -> None:
             ("tp", "all-gather", 96),
             ("dp", "send" if rank < 2 else "receive", 48),
         ]
+
+
+def trace_compiled_block() -> list[tuple[str, int]]:
+    """Return axes and bytes of the calls of a step whose block was compiled before."""
+    mesh = namedmesh.init_mesh(tp=2, device="cpu")
+    model: Any = nn.Sequential(Mlp(DIM, HIDDEN))
+    parallelize(model, mesh["tp"], {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()})
+    model[0].forward = torch.compile(model[0].forward, backend="aot_eager")
+    train(model)
+    with namedmesh.trace(mesh) as report:
+        train(model)
+    return [(call.axes, call.num_bytes) for call in report.calls]
+
+
+@pytest.mark.ci
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_compiled_blocks_run_eagerly_in_a_trace() -> None:
+    assert run_ranks(2, trace_compiled_block) == [[("tp", 4 * ROWS * DIM)] * 2] * 2
