@@ -15,7 +15,9 @@ from ranks import run_ranks
 from tensors import full_tensor, random_tensor
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import StepLR
 
 import namedmesh
 from namedmesh import training
@@ -122,6 +124,23 @@ def test_folders_of_other_programs_are_neither_replaced_nor_passed_over(tmp_path
     assert "0.3 or before" in error_of(partial(manager.resume_or_start, model, optimizer))
 
 
+def test_other_objects_than_models_optimizers_and_steps_are_named(tmp_path: Path) -> None:
+    model, optimizer = make_job()
+    save = partial(training.save, tmp_path / "one", None)
+    for arguments, got in (
+        ((model.state_dict(), optimizer), "Module, or a list of them, got OrderedDict"),
+        ((None, None), "Module, or a list of them, got NoneType"),
+        ((model, optimizer.state_dict()), "Optimizer, or a list of them, got dict"),
+        ((model, [StepLR(optimizer, 1)]), "Optimizer, or a list of them, got StepLR"),
+    ):
+        assert got in error_of(partial(save, *arguments))
+    text = error_of(partial(save, model, where=Path("here")))
+    assert "where is not plain data (it has pathlib" in text
+    manager = training.CheckpointManager(tmp_path, None)
+    for step in ("best", -1, 1.5):
+        assert f"step is {step!r}" in error_of(partial(manager.save, step, model))  # type: ignore[arg-type]
+
+
 class Loader:
     """A data loader that knows which part of the samples it loads."""
 
@@ -193,12 +212,32 @@ def refuse_shards_that_look_replicated(root: Path) -> list[str]:
     return found
 
 
+def name_state_that_one_rank_lacks(root: Path) -> str:
+    """Experts without tokens have no gradient, and AdamW makes no state for them."""
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+    weight: Any = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh["dp"], [Shard(0)]))
+    model = nn.ParameterDict({"weight": weight})
+    optimizer = AdamW(model.parameters())
+    if mesh.rank() == 0:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.zero_grad()
+    text = error_of(partial(training.save, root / "experts", mesh, model, optimizer))
+    mesh.close()
+    return text
+
+
 def save_and_load_on_two_ranks(root: Path) -> tuple[Any, ...]:
-    return keep_the_gradient_of_a_micro_batch(root), refuse_shards_that_look_replicated(root)
+    return (
+        keep_the_gradient_of_a_micro_batch(root),
+        refuse_shards_that_look_replicated(root),
+        name_state_that_one_rank_lacks(root),
+    )
 
 
 def test_gradients_and_plain_shards_on_two_ranks(tmp_path: Path) -> None:
-    for (loaded, saved), (shard, expert) in run_ranks(2, save_and_load_on_two_ranks, tmp_path):
+    for (loaded, saved), (shard, expert), text in run_ranks(2, save_and_load_on_two_ranks, tmp_path):
+        assert "'weight:exp_avg', 'weight:exp_avg_sq': some ranks do not have their shards" in text
         assert torch.equal(loaded, saved)
         assert loaded.abs().sum() > 0
         assert "'weight': a local shard over 'tp', and its attributes do not say of which dim" in shard

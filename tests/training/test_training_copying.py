@@ -196,7 +196,8 @@ class Ends(nn.Module):
 def copy_tied_stages(mesh: namedmesh.NamedMesh) -> list[float]:
     """Copy two stages, tied by tie_stages, into a model with one tied weight."""
     stage: Any = Ends(5.0, "embed" if mesh.is_first("pp") else "head")
-    tie_stages(*(stage.embed.weight, None) if mesh.is_first("pp") else (None, stage.head.weight), mesh)
+    first, last = getattr(stage, "embed", None), getattr(stage, "head", None)
+    tie_stages(first and first.weight, last and last.weight, mesh)
     target: Any = Ends(0.0, "embed", "head")
     target.head.weight = target.embed.weight
     copy_weights(stage, target)
@@ -236,7 +237,8 @@ def find_hidden_shards(mesh: namedmesh.NamedMesh) -> list[str]:
     """A forward of DDP over tensor parallelism leaves only replicated parameters in the state dict."""
     models = []
     for value in (5.0, 0.0):
-        model = nn.Sequential(nn.LayerNorm(4), Ends(value, "head").head)
+        ends: Any = Ends(value, "head")
+        model = nn.Sequential(nn.LayerNorm(4), ends.head)
         parallelize(model, mesh["pp"], {"1": ColwiseParallel()})
         models.append(DistributedDataParallel(model, device_mesh=mesh["dp"]))
         models[-1](torch.ones(2, 4)).sum().backward()
@@ -262,7 +264,8 @@ def test_ties_ranks_without_tensors_scalars_and_inference_mode() -> None:
 
 
 def test_values_that_a_state_dict_makes_are_not_copied_into_nothing() -> None:
-    source, target = Ends(5.0, "head"), Ends(0.0, "head")
+    source: Any = Ends(5.0, "head")
+    target: Any = Ends(0.0, "head")
 
     def clone(_module: Any, values: dict[str, Any], _prefix: str, _metadata: Any) -> None:
         values.update({name: value.clone() for name, value in values.items()})

@@ -17,6 +17,7 @@ of them depends on the layout.
 from __future__ import annotations
 
 import io
+import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -191,8 +192,11 @@ def to_plain_data(value: object, name: str) -> Any:
         written.seek(0)
         return torch.load(written, weights_only=True, map_location="cpu")
     except Exception as error:  # noqa: BLE001  each type has its own error
+        # torch's text names the type, between lines of advice to run code that a checkpoint has.
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it has {found[1]}" if found else get_first_line(error)
         remedy = "give numbers, strings, tensors, and lists, tuples and dicts of them"
-        raise CheckpointError(f"{name} is not plain data ({get_first_line(error)}); {remedy}") from None
+        raise CheckpointError(f"{name} is not plain data ({reason}); {remedy}") from None
 
 
 # --- gradients ---

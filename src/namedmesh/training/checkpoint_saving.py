@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ from namedmesh._sharding import to_local
 from namedmesh._torch.groups import all_gather_object
 from namedmesh.mesh.mesh import NamedMesh
 from namedmesh.training.checkpoint_folders import Lock, prepare_folder, remove_leftovers
-from namedmesh.training.checkpoint_names import GRADIENT, Names, make_path, name_copy, to_plain_data
+from namedmesh.training.checkpoint_names import (
+    GRADIENT,
+    Names,
+    format_entry,
+    make_path,
+    name_copy,
+    to_plain_data,
+)
 from namedmesh.training.checkpoint_ranks import CheckpointRanks, SaveFuture
 from namedmesh.training.checkpoint_state import State
 from namedmesh.training.checkpoint_storage import Progress, StorageWriter
@@ -273,6 +281,25 @@ class SavePlanner(dcp.DefaultSavePlanner):
         self.state_dict: dict[str, Any] = self._entries
         self.is_coordinator = is_coordinator
         self.mappings = {name: make_path(name, self._owners) for name in self._entries}
+
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
+        """Make the plans of all ranks, on rank 0.
+
+        Raises:
+            CheckpointError: no rank has some shards of a tensor. DCP's error does not name it.
+        """
+        missing: Counter[str] = Counter()
+        for item in chain.from_iterable(plan.items for plan in all_plans):
+            if item.tensor_data is not None:
+                missing.setdefault(item.index.fqn, prod(item.tensor_data.size))
+                missing[item.index.fqn] -= prod(item.tensor_data.chunk.sizes)
+        names = [format_entry(name, self._owners) for name, count in missing.items() if count > 0]
+        if names:
+            raise CheckpointError(
+                f"{format_items(names, 4)}: some ranks do not have their shards, such as the state of experts "
+                "without tokens; save after a step in which every rank has had gradients"
+            )
+        return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: Any) -> Any:
         """Return the data of an item, for DCP to write."""

@@ -68,10 +68,9 @@ class State:
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
     ) -> None:
         self.mesh = mesh
-        self.modules: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
-        self.optimizers: list[Optimizer] = (
-            [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
-        )
+        self.modules: list[nn.Module] = list(model) if isinstance(model, Sequence) else [model]
+        given: Any = () if optimizers is None else optimizers
+        self.optimizers: list[Optimizer] = list(given) if isinstance(given, Sequence) else [given]
         loaders: Any = data if isinstance(data, list | tuple) else [data]
         self.loaders: list[Any] = [loader for loader in loaders if loader is not None]
         self.values: dict[str, Any] = {}
@@ -96,10 +95,19 @@ class State:
             The names of this rank.
 
         Raises:
-            CheckpointError: a parameter is on the meta device; a tensor cannot be saved; two values
+            CheckpointError: a model or an optimizer is something else, such as its state dict; a
+                parameter is on the meta device; a tensor cannot be saved; two values
                 have the same name; an optimizer has parameters that are not in the model; a value
                 is not plain data; or gradients are not reduced yet.
         """
+        problems = []
+        for kind, values in ((nn.Module, self.modules), (Optimizer, self.optimizers)):
+            for value in values:
+                if not isinstance(value, kind):
+                    got = type(value).__name__
+                    problems.append(f"expected a torch {kind.__name__}, or a list of them, got {got}")
+        if problems:
+            raise CheckpointError(*problems)
         for module in self.modules:
             self._add_module(module)
         for number, optimizer in enumerate(self.optimizers):

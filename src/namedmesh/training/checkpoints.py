@@ -211,7 +211,7 @@ class CheckpointManager:
         async_: as for :func:`save`.
 
     Raises:
-        CheckpointError: ``keep`` is less than 1.
+        CheckpointError: ``keep`` is no integer of at least 1.
     """
 
     def __init__(
@@ -223,8 +223,8 @@ class CheckpointManager:
         async_: bool = False,
     ) -> None:
         directory, mesh = parse_checkpoint_arguments(directory, mesh, "CheckpointManager")
-        if keep is not None and keep < 1:
-            raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
+        if keep is not None and not (isinstance(keep, int) and keep >= 1):
+            raise CheckpointError(f"keep is {keep!r}; it must be at least 1, or None to keep all checkpoints")
         self.directory: Path = Path(directory)
         self.mesh = mesh
         self.keep = keep
@@ -360,9 +360,11 @@ class CheckpointManager:
             A future with the path, which is done already unless ``async_`` is set.
 
         Raises:
-            CheckpointError: on every rank: as for :func:`namedmesh.training.save`; the directory
-                has another run; or another job saves there.
+            CheckpointError: on every rank: as for :func:`namedmesh.training.save`; ``step`` is no
+                number of steps; the directory has another run; or another job saves there.
         """
+        if not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"step is {step!r}; it must be the number of steps, 0 or more")
         path = self.directory / f"step-{step:06}"
         self._ranks.begin("save", path)
         self._run = self._run_on_rank0(self._prepare_directory)
