@@ -77,10 +77,10 @@ def is_async(tensor: torch.Tensor) -> bool:
 
 
 def count_writes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written in place; 0 for an inference tensor, which does not count.
+    """Return how often a tensor was written in place; 0 for an inference tensor.
 
     Args:
-        tensor: a plain tensor. The count of a DTensor does not tell what is done to its local tensor.
+        tensor: a plain tensor. A DTensor does not count what is done to its local tensor.
     """
     return 0 if tensor.is_inference() else tensor._version
 

@@ -296,7 +296,7 @@ class Matching:
                 self._entries.get(f"model.{param_name}", "")
             )
             if key != "step" and saved_param is not None and saved_param.properties.dtype == dtype:
-                # torch's optimizers keep this state in the dtype of the parameter, which may be cast.
+                # torch keeps this state in the dtype of the parameter, which may be cast.
                 dtype = self._state.params[param_name].dtype
             target = self._make_optimizer_target(name, shape, dtype, saved_name in self._saved.local)
             is_current = isinstance(here, Tensor) and not name.startswith(GRADIENT)
@@ -352,7 +352,7 @@ class Matching:
                 continue
             if name not in self._saved.params:
                 if self._strict:
-                    remedy = "load it without the optimizer, or pass strict=False to keep its state here"
+                    remedy = "load it without the optimizer, or pass strict=False to keep its state"
                     self._add_problem(f"model.{name}", f"not optimized in {self._label}; {remedy}")
                 continue
             self._check_options(name, group)

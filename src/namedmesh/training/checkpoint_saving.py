@@ -230,7 +230,7 @@ def check_replicas(state: State, mesh: NamedMesh, aliases: Mapping[str, str]) ->
     for name in _find_differences_along("ep", experts, mesh):
         problems.append(
             f"{name!r} is another expert on other ranks of 'ep', and a checkpoint has one tensor of "
-            "each name; give each expert its number in the full model, or make them shards of a DTensor"
+            "each name; give each expert its number in the full model, or shard one DTensor"
         )
     try:
         # It communicates, so no rank may raise an error before.
@@ -293,11 +293,14 @@ class SavePlanner(dcp.DefaultSavePlanner):
             if item.tensor_data is not None:
                 missing.setdefault(item.index.fqn, prod(item.tensor_data.size))
                 missing[item.index.fqn] -= prod(item.tensor_data.chunk.sizes)
-        names = [format_entry(name, self._owners) for name, count in missing.items() if count > 0]
+        names = []
+        for name, count in missing.items():
+            if count > 0:
+                names.append(format_entry(name, self._owners))
         if names:
             raise CheckpointError(
-                f"{format_items(names, 4)}: some ranks do not have their shards, such as the state of experts "
-                "without tokens; save after a step in which every rank has had gradients"
+                f"{format_items(names, 4)}: some ranks do not have their shards, such as the state of "
+                "experts without tokens; save after a step in which every rank has had gradients"
             )
         return super().create_global_plan(all_plans)
 

@@ -105,7 +105,8 @@ class State:
             for value in values:
                 if not isinstance(value, kind):
                     got = type(value).__name__
-                    problems.append(f"expected a torch {kind.__name__}, or a list of them, got {got}")
+                    problem = f"expected a torch {kind.__name__}, or a list of them, got {got}"
+                    problems.append(problem)
         if problems:
             raise CheckpointError(*problems)
         for module in self.modules:
@@ -182,8 +183,8 @@ class State:
             axis = find_attribute_axes(param)[-1]
             if self.mesh is not None and axis in self.mesh and self.mesh.size(axis) > 1:
                 raise CheckpointError(
-                    f"{name!r}: a local shard over {axis!r}, and its attributes do not say of which dim; set "
-                    "tensor_model_parallel and partition_dim, or make it a DTensor"
+                    f"{name!r}: a local shard over {axis!r}, and its attributes do not say of which "
+                    "dim; set tensor_model_parallel and partition_dim, or make it a DTensor"
                 )
 
     def _add(self, name: str, value: Any, param: object = None) -> None:

@@ -333,9 +333,9 @@ class CheckpointManager:
                 # To start over would look like a run that has lost its checkpoints.
                 if not found and is_foreign(path):
                     raise CheckpointError(
-                        f"{path} is a checkpoint of another program, or of namedmesh 0.3 or before; load it "
-                        "with training.load, convert one of 0.3 with examples/migrate/checkpoints_0_3.py, or "
-                        "give this run a directory of its own"
+                        f"{path} is a checkpoint of another program, or of namedmesh 0.3 or before; "
+                        "load it with training.load, convert one of 0.3 with "
+                        "examples/migrate/checkpoints_0_3.py, or give this run its own directory"
                     )
             return found
         if "step" not in read_checkpoint(Path(resume), ()).extra:

@@ -169,11 +169,12 @@ def _collect(model: nn.Module, role: str, problems: list[str]) -> tuple[dict[str
         tied_to = name
         if local.data_ptr():  # neither empty nor on the meta device
             tied_to = first_names.setdefault((local.data_ptr(), box), name)
-        entries[name] = _Entry(tuple(value.shape), value.dtype, box, tied_to, ties.get(local.data_ptr()))
+        tie = ties.get(local.data_ptr())
+        entries[name] = _Entry(tuple(value.shape), value.dtype, box, tied_to, tie)
         if role == "the target" and local.untyped_storage().data_ptr() not in owned:
             problems.append(
-                f"{name} of {role} is a tensor that its state_dict() makes, and not in its memory; give the "
-                "module the full state dict with set_model_state_dict"
+                f"{name} of {role} is a tensor that its state_dict() makes, and not in its memory; "
+                "give the module the full state dict with set_model_state_dict"
             )
     problems.extend(_find_plain_shards(model, role))
     return tensors, entries
@@ -183,16 +184,18 @@ def _find_plain_shards(model: nn.Module, role: str) -> Iterator[str]:
     """Yield a problem for each parameter that is a shard, and whose place is not known."""
     if list(iter_params_hidden_by_ddp(model)):
         yield (
-            f"{role} is under DDP over tensor parallelism, whose forward hides the sharded parameters from "
-            "state_dict(); use fully_shard, with a replicated axis (HSDP)"
+            f"{role} is under DDP over tensor parallelism, whose forward hides the sharded parameters "
+            "from state_dict(); use fully_shard, with a replicated axis (HSDP)"
         )
     for name, param in model.named_parameters():
-        if not isinstance(param, DTensor) and (is_tp_shard(param) or find_placements(param) is not None):
+        if isinstance(param, DTensor):
+            continue
+        if is_tp_shard(param) or find_placements(param) is not None:
             yield f"{name} of {role} is a shard in a plain tensor; make it a DTensor"
 
 
 def _find_memory(model: nn.Module) -> tuple[set[int], dict[int, str]]:
-    """Return the storages of a model's parameters and buffers, and by address the ties of parameters."""
+    """Return the addresses of a model's storages, and by address the ties of parameters."""
     owned: set[int] = set()
     ties: dict[int, str] = {}
     for tensor in chain(model.parameters(), model.buffers()):

@@ -74,7 +74,10 @@ def find_ranks_with_same_samples(layout: Layout, mesh: NamedMesh) -> set[int]:
 
 def _find_position(layout: Layout, rank: int) -> int:
     """Return the position of a rank among those that load different samples."""
-    axes = [axis for axis in layout if axis not in SAME_SAMPLE_AXES]
+    axes = []
+    for axis in layout:
+        if axis not in SAME_SAMPLE_AXES:
+            axes.append(axis)
     return layout.group_rank(rank, *axes) if axes else 0
 
 
