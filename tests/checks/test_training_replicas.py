@@ -156,6 +156,7 @@ def layouts() -> list[list[str]]:
     return wrong
 
 
+@pytest.mark.ci
 def test_placements_and_attributes_decide_which_ranks_are_compared() -> None:
     first, *others = run_ranks(8, layouts)
     assert all(report == first for report in others)

@@ -322,6 +322,7 @@ def bind_all_to_one_mesh(layouts: list[dict[str, int]]) -> None:
         assert counts[0] == counts[1]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layouts", [SHARED[:1], pytest.param(SHARED[1:], marks=pytest.mark.slow)])
 def test_compatibility_layers_on_one_mesh_share_its_groups(layouts: list[dict[str, int]]) -> None:
     run_ranks(8, bind_all_to_one_mesh, layouts)

@@ -318,6 +318,7 @@ def compare_llamas() -> list[float]:
     return differences
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "tp_size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )

@@ -173,6 +173,7 @@ def load_data_of_the_same_position(root: Path) -> None:
             mesh.close()
 
 
+@pytest.mark.ci
 def test_data_loaders_resume_at_their_position(tmp_path: Path) -> None:
     run_ranks(4, load_data_of_the_same_position, tmp_path)
 

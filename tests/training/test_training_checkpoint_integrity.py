@@ -180,6 +180,7 @@ def test_corrupted_checkpoints_are_rejected_and_an_older_one_is_loaded(tmp_path:
     assert message == f"CheckpointError: no checkpoint in {tmp_path} is complete; start in another directory"
 
 
+@pytest.mark.ci
 def test_a_flipped_bit_is_detected_or_does_not_matter(tmp_path: Path) -> None:
     """Only padding, and bytes that torch does not read, do not matter."""
     model, optimizer = make_constant_job(1)
@@ -361,6 +362,7 @@ def save_until_killed(directory: Path, number: int, at: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
+@pytest.mark.ci
 def test_a_complete_checkpoint_loads_after_a_kill_at_any_write(tmp_path: Path) -> None:
     training.CheckpointManager(tmp_path, None, keep=1).save(1, *make_constant_job(1))
     at, number = 0, 2

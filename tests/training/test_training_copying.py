@@ -100,6 +100,7 @@ def compare_layouts(layouts: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "layouts", [["ddp", "tp4", "fsdp2 tp2", "hsdp"], pytest.param(LAYOUTS, marks=pytest.mark.slow)]
 )

@@ -503,5 +503,6 @@ def run_in_turn(cases: tuple[Callable[[Path], None], ...], root: Path) -> None:
         case(root / case.__name__)
 
 
+@pytest.mark.ci
 def test_two_ranks_resume(tmp_path: Path) -> None:
     run_ranks(2, run_in_turn, ON_TWO_RANKS, tmp_path)

@@ -220,7 +220,7 @@ def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def note_load(optimizer: Optimizer) -> None:
-    """Remember that the state of an optimizer comes from a checkpoint, and not from a step here.
+    """Remember that the state of an optimizer was loaded, and does not come from a step.
 
     Args:
         optimizer: the optimizer, after its state was loaded.
