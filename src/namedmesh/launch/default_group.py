@@ -185,13 +185,13 @@ def _wait_for_listener(address: str, port: int, timeout: timedelta) -> OSError |
     deadline = time.monotonic() + timeout.total_seconds()
     delay = 0.05
     while True:
+        remaining = max(deadline - time.monotonic(), delay)
         try:
-            socket.create_connection((address, port), timeout.total_seconds()).close()
+            socket.create_connection((address, port), remaining).close()
         except OSError as error:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if time.monotonic() >= deadline:
                 return error
-            time.sleep(min(delay, remaining))
+            time.sleep(min(delay, max(0.0, deadline - time.monotonic())))
             # Thousands of ranks may wait for a host that is late.
             delay = min(2 * delay, 2.0)
         else:

@@ -62,14 +62,20 @@ def sampler_kwargs(mesh: NamedMesh) -> dict[str, Any]:
 def find_ranks_with_same_samples(layout: Layout, mesh: NamedMesh) -> set[int]:
     """Return the ranks of another layout that have this rank's position among all data ranks.
 
-    Samplers know this position, and not the axes. The number of data ranks is equal in both.
+    Samplers know this position, and not the axes. The number of data ranks is equal in both. Of the
+    ranks that load the same samples, they are those with this rank's coordinates, as far as the
+    sizes of these axes are equal.
 
     Args:
         layout: the other layout.
         mesh: the mesh of this rank.
     """
+    same = {}
+    for axis in SAME_SAMPLE_AXES:
+        if axis in layout and axis in mesh.layout and layout[axis] == mesh.layout[axis]:
+            same[axis] = mesh.coords[axis]
     position = _find_position(mesh.layout, mesh.global_rank)
-    return {rank for rank in layout.ranks if _find_position(layout, rank) == position}
+    return {rank for rank in layout.where(**same) if _find_position(layout, rank) == position}
 
 
 def _find_position(layout: Layout, rank: int) -> int:
