@@ -268,6 +268,7 @@ def compare_compiled() -> bool:
     )
 
 
+@pytest.mark.ci
 def test_checks_of_a_copy_and_while_capturing_change_no_bit() -> None:
     for results in run_ranks(2, compare_copies):
         assert all(results.values()), results

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 import torch
 from as_cuda import NoReads
 from pages import PAGES
@@ -29,6 +30,8 @@ from namedmesh.tensor_parallel import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.ci
 
 LAST = 5  # the ranks compare on calls 1, 2 and 4
 

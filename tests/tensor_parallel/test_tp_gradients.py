@@ -330,6 +330,7 @@ def run_with_different_samples() -> dict[str, bool]:  # noqa: C901  one function
     }
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_ranks_with_different_samples_raise() -> None:
     for results in run_ranks(2, run_with_different_samples):
@@ -589,6 +590,7 @@ def run_backward(model: Any, optimizer: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("as_on_cuda")
 def test_clipping_and_optimizers_accept_partial_gradients() -> None:
     for differences in run_ranks(2, train_with_clipping):

@@ -84,6 +84,7 @@ def compare_model_with_plan() -> float:
     return compare_training(parallelize_copy(reference, plan), reference, data)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_local_parameters_norms_and_latent_attention_equal_one_process(tp_size: int) -> None:
     assert max(run_ranks(tp_size, compare_model_with_plan)) < 1e-12

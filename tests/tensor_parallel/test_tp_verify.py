@@ -110,6 +110,7 @@ def make_reports() -> dict[str, VerifyReport]:
     }
 
 
+@pytest.mark.ci
 def test_mismatches_are_named() -> None:
     first, second = run_ranks(2, make_reports)
     assert first == second

@@ -232,6 +232,7 @@ def test_exit_statuses(command: str, status: int, message: str, capsys: pytest.C
     assert message in "".join(capsys.readouterr())
 
 
+@pytest.mark.ci
 def test_torch_is_not_imported_and_a_million_ranks_are_described(tmp_path: Path) -> None:
     large = "--layers 80 --hidden 8192 --heads 64 --kv-heads 8 --ffn 28672 --vocab 128256 --seq 8192 --global-batch 1048576"
     commands = (

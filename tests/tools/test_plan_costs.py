@@ -283,6 +283,7 @@ def test_incompatible_sizes_are_ruled_out(job: Job, sizes: dict[str, int], reaso
     assert found.reasons == ((reason,) if reason else ())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sizes", [{"dp": 64}, {"tp": 4, "cp": 2, "dp": 4, "pp": 2}, {"tp": 8, "dp": 8}])
 @pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_70B])
 def test_the_search_matches_an_exhaustive_one(model: Model, sizes: dict[str, int]) -> None:

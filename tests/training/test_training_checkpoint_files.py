@@ -382,6 +382,7 @@ def test_converted_checkpoints_of_namedmesh_0_3_are_loaded_and_the_run_continues
     assert "was written before namedmesh 0.3: save it again with 0.3" in convert(manifest.parent, new)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's count of read bytes")
 def test_a_save_reads_no_large_file_of_another_checkpoint(tmp_path: Path) -> None:
     """Every save lists all checkpoints: the bytes that it reads do not grow with the model."""

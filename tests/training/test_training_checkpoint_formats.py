@@ -306,6 +306,7 @@ def load_with_little_memory(path: Path) -> None:
     training.load(path / "large", None, model)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's limits of memory")
 def test_a_load_needs_little_more_memory_than_the_model(tmp_path: Path) -> None:
     training.save(tmp_path / "small", None, nn.Linear(1, 1))

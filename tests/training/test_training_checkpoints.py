@@ -545,6 +545,7 @@ ON_RANKS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", ON_RANKS)
 def test_checkpoints_of_several_ranks(ranks: int, tmp_path: Path) -> None:
     run_ranks(ranks, run_in_turn, ON_RANKS[ranks], tmp_path)

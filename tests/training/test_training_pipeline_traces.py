@@ -28,6 +28,8 @@ from namedmesh.training import pipelines
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.ci
+
 WIDTH = 4
 N_MICROBATCHES = 4
 ONE_STAGE = ["GPipe", "1F1B"]
