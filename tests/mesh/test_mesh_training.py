@@ -106,6 +106,7 @@ def _train_cases(ranks: int, names: list[str]) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize(
     ("ranks", "names"),

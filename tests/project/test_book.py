@@ -101,7 +101,7 @@ def sessions() -> list[Any]:
             marks = [pytest.mark.oracle(package)] if package else []
             if not SLOW.isdisjoint(names):
                 marks.append(pytest.mark.slow)
-            elif page is not README:
+            else:
                 marks.append(pytest.mark.ci)
             title = f"{page.name}-{names[0] if names else 'python'}"
             found.append(pytest.param(page, commands, package, id=title, marks=marks))

@@ -82,6 +82,7 @@ def train_and_save(axes: tuple[str, ...], directory: str) -> list[float]:
     return [difference / 100 for difference in differences]
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("default")  # torch's own, of its checkpoints
 @pytest.mark.parametrize(("ranks", "axes"), [(2, ("tp",)), (4, ("dp", "tp"))])
 def test_fused_experts_train_and_are_saved(ranks: int, axes: tuple[str, ...], tmp_path: Path) -> None:
@@ -154,12 +155,14 @@ def compare_expert_grads(tp: int, *, shard_tokens: bool = False) -> float:
     return compute_difference(full_tensor(model.experts.weight.grad), reference.experts.weight.grad)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("tp", "shard_tokens"), [(1, False), (2, True)])
 def test_gradients_of_experts_equal_one_process(tp: int, shard_tokens: bool) -> None:
     compare = partial(compare_expert_grads, tp, shard_tokens=shard_tokens)
     assert_no_difference(run_ranks(4, compare), 1e-10)
 
 
+@pytest.mark.ci
 def test_the_same_tokens_on_several_ranks_raise() -> None:
     for message in run_ranks(4, partial(error_of, partial(compare_expert_grads, 2))):
         assert message.startswith(f"{SAME_TOKENS}, whose gradients would")
@@ -217,6 +220,7 @@ def run_in_pipeline() -> list[str]:
     return messages
 
 
+@pytest.mark.ci
 def test_the_tokens_of_the_last_forward_are_compared() -> None:
     for messages in run_ranks(4, run_in_pipeline):
         assert all(message.startswith(SAME_TOKENS) for message in messages)
