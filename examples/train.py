@@ -54,7 +54,7 @@ class Settings:
     moe: bool = option(False, "a mixture of experts in place of each feed-forward network")
     ep: int = option(1, "expert-parallel ranks, with --moe")
     etp: int = option(1, "ranks that share each expert's features, with --moe: 1, or as many as --tp")
-    steps: int = option(25, "where training ends, counted from the very first step")
+    steps: int = option(12, "where training ends, counted from the very first step")
     batch: int = option(32, "sequences in a step, over all ranks")
     seq: int = option(64, "bytes in a sequence")
     dim: int = option(128, "width of the model")
