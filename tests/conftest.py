@@ -58,11 +58,7 @@ def pytest_collection() -> None:
     torch.set_num_threads(1)
     # The same examples in every run. Machines are busy: how long one takes says nothing.
     settings.register_profile(
-        "namedmesh",
-        derandomize=True,
-        deadline=None,
-        max_examples=50,
-        suppress_health_check=[HealthCheck.too_slow],
+        "namedmesh", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("namedmesh")
 

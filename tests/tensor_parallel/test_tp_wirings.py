@@ -299,5 +299,4 @@ def test_a_random_module_is_equal_or_rejected_or_raises(part: int) -> None:
     details = [outcome for outcome in first if outcome.detail]
     assert kinds.keys() <= {"rejected", "equal", "raised"}, details
     # The random modules must not be too similar.
-    assert kinds["equal"]
-    assert kinds["raised"]
+    assert min(kinds["equal"], kinds["raised"]) > MODULES_PER_PART // 10

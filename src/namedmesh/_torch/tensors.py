@@ -204,19 +204,22 @@ def get_local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def find_local_box(tensor: DTensor) -> tuple[tuple[int, int], ...]:
+def find_local_box(tensor: DTensor) -> tuple[tuple[int, int], ...] | None:
     """Return the range of indices of the local tensor, along each dim of the full tensor.
 
     torch has no public function for it. Does not communicate.
 
     Args:
-        tensor: the DTensor. The ranges are empty if this rank is not in its mesh.
+        tensor: the DTensor.
+
+    Returns:
+        The ranges; None if this rank is not in the mesh of the tensor.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if not offset:
-        return ((0, 0),) * tensor.ndim
     return tuple((start, start + length) for start, length in zip(offset, shape, strict=True))
 
 

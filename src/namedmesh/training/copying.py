@@ -163,7 +163,7 @@ def _collect(model: nn.Module, role: str, problems: list[str]) -> tuple[dict[str
         if value.is_meta:
             problems.append(f"{name} of {role} is on the meta device; call to_empty() on the model first")
         if isinstance(value, DTensor):
-            box = find_local_box(value) if value.device_mesh.get_coordinate() is not None else None
+            box = find_local_box(value)
             if any(placement.is_partial() for placement in value.placements):
                 problems.append(f"{name} of {role} is partial, {value.placements}; all-reduce it first")
         tied_to = name
